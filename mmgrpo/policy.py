@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'ENDS', 'ROOM', 'VISUAL_HEAD', 'legal_table', 'word_logps', 'bit_logps', 'PromptBatch', 'pad_prompts',
-           'TokenBatch', 'collate', 'Hidden', 'Policy', 'tag_id', 'plain_text_ids', 'protocol_from_tokenizer',
+           'TokenBatch', 'collate', 'Fed', 'Hidden', 'Policy', 'tag_id', 'plain_text_ids', 'protocol_from_tokenizer',
            'letters_from_tokenizer', 'RolloutLimits', 'example_tokenizer', 'Projection', 'projection', 'side_by_side',
            'DecodeState', 'places_of', 'spread', 'gather', 'attend', 'DecodeLayer', 'decode_layer', 'layer_step',
-           'encode', 'token_bits', 'check_pictures', 'teacher_hidden', 'start_decoding', 'decode_step', 'embed_tokens',
-           'select_rows', 'adapter_config', 'add_adapter', 'model_folder', 'load_uniar', 'tensors_digest',
-           'UniARPolicy', 'prompt_text', 'make_prompt', 'AdapterSettings', 'example_policy', 'example_prompt']
+           'encode', 'token_bits', 'check_pictures', 'padded', 'teacher_hidden', 'start_decoding', 'decode_step',
+           'embed_tokens', 'select_rows', 'adapter_config', 'add_adapter', 'model_folder', 'load_uniar',
+           'tensors_digest', 'UniARModules', 'UniARFiles', 'UniARPolicy', 'prompt_text', 'make_prompt',
+           'AdapterSettings', 'example_policy', 'example_prompt']
 
 # %% ../nbs/09_policy.ipynb #imports
 import contextlib, hashlib, importlib.resources, json, re, typing
@@ -32,7 +33,7 @@ from .pixels import preprocess
 from .uniar import UniARForConditionalGeneration, rope_positions, seeded, toy_config
 from .verifier import Protocol
 
-# %% ../nbs/09_policy.ipynb #legal-table
+# %% ../nbs/09_policy.ipynb #distributions
 def legal_table(
     legal_sets:Sequence[Sequence[int]], # sets of ids, each not empty
     vocab_size:int, # V, width of the logits
@@ -42,7 +43,7 @@ def legal_table(
     table = torch.zeros(len(legal_sets), vocab_size, dtype=torch.bool)
     for row, ids in zip(table, legal_sets):
         if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-            raise ValueError(f'legal set {tuple(ids)[:8]} is not legal; at least one id, all from 0 to {vocab_size - 1}')
+            raise ValueError(f'legal set {tuple(ids)[:8]}: it needs at least one id, all from 0 to {vocab_size - 1}')
         row[torch.tensor(ids)] = True
     return table.to(device)
 
@@ -54,7 +55,6 @@ def word_logps(
     "Log-probs of the next word over what is legal."
     return (logits.float() / temperature).masked_fill(~legal, float('-inf')).log_softmax(-1)
 
-# %% ../nbs/09_policy.ipynb #bit-logps
 def bit_logps(
     logits:Tensor, # (M,n_bits) any float; logit of 1 minus logit of 0
     bits:Tensor, # (M,n_bits) in {0,1}
@@ -108,7 +108,7 @@ class TokenBatch:
 
     def __len__(self): return len(self.ids)
 
-# %% ../nbs/09_policy.ipynb #collate
+# %% ../nbs/09_policy.ipynb #collate-parts
 def _legal_union(
     rollouts:Sequence[Rollout], # whose sets may differ
 ) -> tuple[tuple, list]: # the union; for each rollout the place of its sets in the union
@@ -125,6 +125,13 @@ def _padded(
     "Stack rows of different lengths."
     return torch.stack([F.pad(row, (0, length - row.shape[-1]), value=fill) for row in rows], dim=-2)
 
+def _temperatures(
+    rollout:Rollout, # of T tokens
+) -> Tensor: # (T,) float32
+    "The temperature of each token, from its segment."
+    return torch.cat([torch.full((len(s),), float(s.temperature)) for s in rollout.segments])
+
+# %% ../nbs/09_policy.ipynb #collate
 def collate(
     pairs:Sequence[tuple[Prompt,Rollout]], # a prompt and one completion of it; at least one pair
     device:torch.device|str='cpu', # where the model is
@@ -148,13 +155,18 @@ def collate(
         positions=rows(lambda r: r.positions), bits=torch.cat(drawn).to(device), legal=legal, legal_sets=legal_sets,
         temperature=rows(_temperatures, 1), logps=rows(lambda r: r.logps))
 
-def _temperatures(
-    rollout:Rollout, # of T tokens
-) -> Tensor: # (T,) float32
-    "The temperature of each token, from its segment."
-    return torch.cat([torch.full((len(s),), float(s.temperature)) for s in rollout.segments])
-
 # %% ../nbs/09_policy.ipynb #policy
+@dataclass(frozen=True, eq=False)
+class Fed:
+    "One token a row, as it is fed to the model."
+    ids:Tensor # (R,)
+    bits:Tensor # (R,n_bits) uint8; read where `visual_mask` is set
+    visual_mask:Tensor # (R,) bool
+    positions:Tensor # (3,R)
+
+    def __getitem__(self, rows):
+        return Fed(self.ids[rows], self.bits[rows], self.visual_mask[rows], self.positions[:, rows])
+
 @dataclass(frozen=True, eq=False)
 class Hidden:
     "What predicts each token of a batch: entry t comes from the position before token t."
@@ -167,18 +179,18 @@ class Policy(typing.Protocol):
     text_ids:tuple[int,...] # every id that is plain text, ascending
     vocab_size:int # V
     n_bits:int # bits of a visual token
-    device:torch.device
+    device:torch.device # of weights, batches and states
 
     def sampling(self) -> typing.ContextManager: ... # eval mode, no gradient; restores modes
     def prefill(self, prompts:Sequence[Prompt], group_size:int): ... # state of P*G rows, a prompt's rows together
-    def step(self, state, ids:Tensor, bits:Tensor, visual_mask:Tensor, positions:Tensor, draw:bool): ... # next state
+    def step(self, state, fed:Fed, draw:bool): ... # next state; draw False: no row will draw again
     def select(self, state, rows:Tensor): ... # state of some rows, in ascending order
     def hidden(self, batch:TokenBatch) -> Hidden: ... # teacher-forced, with gradient
     def text_head(self, hidden:Tensor) -> Tensor: ... # (M,d) -> (M,V); a state has `.hidden` (R,d)
     def visual_head(self, hidden:Tensor) -> Tensor: ... # (M,d) -> (M,n_bits); a state has `.visual` (R,d)
     def trainable(self) -> dict[str,nn.Parameter]: ... # by name, sorted
 
-# %% ../nbs/09_policy.ipynb #protocol
+# %% ../nbs/09_policy.ipynb #tags
 TAGS = dict(think_open='<think>', think_close='</think>', answer_open='<answer>', answer_close='</answer>',
             vision_start='<|vision_start|>', vision_end='<|vision_end|>', image_token='<|image_pad|>')
 ENDS = ('<|im_end|>', '<|endoftext|>')
@@ -200,6 +212,7 @@ def plain_text_ids(
     added = set(tokenizer.added_tokens_decoder)
     return tuple(i for i in range(len(tokenizer)) if i not in added)
 
+# %% ../nbs/09_policy.ipynb #protocol-of
 def protocol_from_tokenizer(
     tokenizer, # of `transformers`
     rollout, # settings: min_images, max_images, image_grid, max_think_tokens, max_answer_tokens
@@ -300,17 +313,19 @@ def places_of(
     first = counts.cumsum(0) - counts
     return group * places + torch.arange(len(group), device=group.device) - first[group], places
 
+# %% ../nbs/09_policy.ipynb #attend
 def spread(x:Tensor, state:DecodeState) -> Tensor: # (R,heads,q,c) -> (P,heads,places * q,c)
     "Rows into the table, a group's queries side by side."
-    table = x if state.slot is None else x.new_zeros(len(state.pad_bias) * state.places, *x.shape[1:]).index_copy(0, state.slot, x)
-    return table.unflatten(0, (-1, state.places)).transpose(1, 2).flatten(2, 3)
+    if state.slot is not None:
+        seats = x.new_zeros(len(state.pad_bias) * state.places, *x.shape[1:])
+        x = seats.index_copy(0, state.slot, x)
+    return x.unflatten(0, (-1, state.places)).transpose(1, 2).flatten(2, 3)
 
 def gather(x:Tensor, state:DecodeState) -> Tensor: # (P,heads,places * q,c) -> (R,heads,q,c)
     "The inverse of `spread`."
     table = x.unflatten(2, (state.places, -1)).transpose(1, 2).flatten(0, 1)
     return table if state.slot is None else table[state.slot]
 
-# %% ../nbs/09_policy.ipynb #attend
 def attend(
     q:Tensor, # (R,heads,queries,head): the query heads that share a key, side by side
     i:int, # which layer
@@ -341,15 +356,16 @@ def decode_layer(
 ) -> DecodeLayer:
     "Read a layer's weights as they are now."
     attn, mlp, config = layer.self_attn, layer.mlp, layer.self_attn.config
-    q_norm = attn.q_norm.weight * attn.scaling
-    qk_norm = torch.cat([q_norm.expand(config.num_attention_heads, -1), attn.k_norm.weight.expand(config.num_key_value_heads, -1)])
+    q_norm, k_norm = attn.q_norm.weight * attn.scaling, attn.k_norm.weight
+    qk_norm = torch.cat([q_norm.expand(config.num_attention_heads, -1), k_norm.expand(config.num_key_value_heads, -1)])
     return DecodeLayer(layer.input_layernorm.weight, layer.post_attention_layernorm.weight,
                        side_by_side([attn.q_proj, attn.k_proj, attn.v_proj]), projection(attn.o_proj),
                        side_by_side([mlp.gate_proj, mlp.up_proj]), projection(mlp.down_proj),
                        qk_norm, config.num_key_value_heads, mlp.act_fn, config.rms_norm_eps)
 
+# %% ../nbs/09_policy.ipynb #layer-step
 def layer_step(
-    layer:DecodeLayer,
+    layer:DecodeLayer, # its weights
     x:Tensor, # (R,d)
     rope:tuple[Tensor,Tensor], # cosines and signed sines of this token; (R,1,head)
     i:int, # which layer of the state
@@ -386,7 +402,8 @@ def token_bits(
 ) -> Tensor: # (N, levels, merge_unit, bsq_dim) uint8
     "Packed codes in the shape of the model."
     if not len(packed): packed = packed.new_zeros(0, -(-model.n_bits // 8))
-    return unpack_bits(packed, model.n_bits).view(-1, model.levels, model.merge_unit, model.config.vision_config.bsq_dim)
+    shape = model.levels, model.merge_unit, model.config.vision_config.bsq_dim
+    return unpack_bits(packed, model.n_bits).view(-1, *shape)
 
 def check_pictures(
     prompts:Sequence[Prompt],
@@ -397,6 +414,15 @@ def check_pictures(
         n = int((p.ids == image_token).sum())
         if n != len(p.bits): raise ValueError(f'Prompt {p.sample_id}: {n} image tokens but {len(p.bits)} rows of bits')
 
+def padded(
+    policy, # says the protocol and the device
+    prompts:Sequence[Prompt], # with their pictures
+) -> PromptBatch:
+    "Prompts ready for the model."
+    check_pictures(prompts, policy.protocol.image_token)
+    return pad_prompts(prompts, min(policy.protocol.eos), policy.device)
+
+# %% ../nbs/09_policy.ipynb #teacher-hidden
 def teacher_hidden(
     model:UniARForConditionalGeneration,
     prompts:PromptBatch, # each different prompt once
@@ -426,25 +452,24 @@ def start_decoding(
     prefix = torch.stack([torch.stack([layer.keys, layer.values]) for cache in caches for layer in cache.layers])
     last, P = prompts.mask.sum(1) - 1, len(prompts.ids)
     group = torch.arange(P, device=last.device).repeat_interleave(group_size)
-    bias = torch.zeros(prompts.mask.shape, device=last.device, dtype=prefix.dtype).masked_fill(~prompts.mask, float('-inf'))
+    bias = torch.zeros_like(prompts.mask, dtype=prefix.dtype).masked_fill(~prompts.mask, float('-inf'))
     shape = (*prefix.shape[:2], P * group_size, prefix.shape[3], ROOM, prefix.shape[5])
     layers = tuple(decode_layer(layer) for layer in [*model.model.language_model.layers, *model.visual_decoder])
-    return DecodeState(hidden[group, last[group]], visual[group, last[group]], prefix, bias[:, None, None], prefix.new_zeros(shape),
-                       0, group, None, group_size, layers)
+    first = hidden[group, last[group]], visual[group, last[group]]
+    return DecodeState(*first, prefix, bias[:, None, None], prefix.new_zeros(shape), 0, group, None, group_size, layers)
 
+# %% ../nbs/09_policy.ipynb #decode-step
 def decode_step(
-    model:UniARForConditionalGeneration,
-    state:DecodeState,
-    ids:Tensor, # (R,)
-    bits:Tensor, # (R,n_bits) uint8; read where `visual_mask`
-    visual_mask:Tensor, # (R,) bool
-    positions:Tensor, # (3,R)
+    model:UniARForConditionalGeneration, # the embeddings and the rotary rule
+    state:DecodeState, # of R rows
+    fed:Fed, # their tokens
     draw:bool, # False: no row will draw again, so the visual stack rests
 ) -> DecodeState:
     "Feed one token to every row."
-    if state.n == state.suffix.shape[4]: state = replace(state, suffix=torch.cat([state.suffix, torch.zeros_like(state.suffix)], 4))
-    x, taps = embed_tokens(model, ids, bits, visual_mask)
-    cos, sin = (t.transpose(0, 1) for t in model.model.language_model.rotary_emb(x[None], positions[:, None]))
+    if state.n == state.suffix.shape[4]:
+        state = replace(state, suffix=torch.cat([state.suffix, torch.zeros_like(state.suffix)], 4))
+    x, taps = embed_tokens(model, fed)
+    cos, sin = (t.transpose(0, 1) for t in model.model.language_model.rotary_emb(x[None], fed.positions[:, None]))
     half = sin.shape[-1] // 2
     rope = cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)
     n_backbone = len(model.model.language_model.layers)
@@ -457,18 +482,18 @@ def decode_step(
     return replace(state, hidden=x, visual=visual if draw else state.visual, n=state.n + 1)
 
 def embed_tokens(
-    model:UniARForConditionalGeneration,
-    ids:Tensor, # (R,)
-    bits:Tensor, # (R,n_bits)
-    visual_mask:Tensor, # (R,) bool
+    model:UniARForConditionalGeneration, # words, and features of bits
+    fed:Fed, # R tokens
 ) -> tuple[Tensor, tuple]: # (R,d), and one (R,d) a tap
     "Words as words, visual tokens as the features of their bits."
-    x, rows = model.model.language_model.embed_tokens(ids), visual_mask.nonzero()[:, 0]
+    x, rows = model.model.language_model.embed_tokens(fed.ids), fed.visual_mask.nonzero()[:, 0]
     if not len(rows): return x, ()
     shape = model.levels, model.merge_unit, model.config.vision_config.bsq_dim
-    main, taps = model.bit_features(bits[rows].view(-1, *shape))
-    return x.index_copy(0, rows, main.to(x.dtype)), tuple(torch.zeros_like(x).index_copy(0, rows, t.to(x.dtype)) for t in taps)
+    main, taps = model.bit_features(fed.bits[rows].view(-1, *shape))
+    put = lambda into, features: into.index_copy(0, rows, features.to(x.dtype))
+    return put(x, main), tuple(put(torch.zeros_like(x), tap) for tap in taps)
 
+# %% ../nbs/09_policy.ipynb #select-rows
 def select_rows(
     state:DecodeState,
     rows:Tensor, # (R',) ascending
@@ -476,7 +501,8 @@ def select_rows(
     "The state of some rows; prompts that nobody continues are let go."
     kept, group = torch.unique(state.group[rows], return_inverse=True)
     slot, places = places_of(group)
-    if len(kept) < len(state.pad_bias): state = replace(state, prefix=state.prefix[:, :, kept], pad_bias=state.pad_bias[kept])
+    if len(kept) < len(state.pad_bias):
+        state = replace(state, prefix=state.prefix[:, :, kept], pad_bias=state.pad_bias[kept])
     return replace(state, hidden=state.hidden[rows], visual=state.visual[rows], suffix=state.suffix[:, :, rows],
                    group=group, slot=slot, places=places)
 
@@ -512,8 +538,8 @@ def model_folder(
     path:str, # a folder, or builtin:NAME for one that is shipped
 ) -> Path:
     "Where a model lies, or a clear refusal."
-    folder = Path(path)
-    if path.startswith('builtin:'): folder = Path(str(importlib.resources.files('mmgrpo') / 'assets' / path.removeprefix('builtin:')))
+    shipped = Path(str(importlib.resources.files('mmgrpo') / 'assets'))
+    folder = shipped / path.removeprefix('builtin:') if path.startswith('builtin:') else Path(path)
     if not (folder / 'config.json').is_file(): raise FileNotFoundError(f'model.path: {path!r} holds no config.json')
     return folder
 
@@ -536,50 +562,26 @@ def tensors_digest(
     for name, t in sorted(tensors.items()):
         t = t.detach().cpu().contiguous()
         digest.update(json.dumps([name, str(t.dtype), list(t.shape)]).encode())
-        digest.update(t.view(-1).view(torch.uint8).numpy().tobytes() if t.ndim else t.view(1).view(torch.uint8).numpy().tobytes())
+        digest.update(t.view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
-# %% ../nbs/09_policy.ipynb #uniar-policy
-class UniARPolicy:
-    "UniAR with its tokenizer and, perhaps, an adapter."
+# %% ../nbs/09_policy.ipynb #uniar-modules
+class UniARModules:
+    "A model with its tokenizer and, perhaps, an adapter: modes, and what is trained."
     def __init__(self,
         model:UniARForConditionalGeneration, # with the adapter already in it
         tokenizer, # of `transformers`
-        rollout, # the protocol's numbers; see `protocol_from_tokenizer`
         peft:PeftModel|None=None, # the wrapper around `model`, if it has an adapter
     ):
         self.model, self.tokenizer, self.peft = model, tokenizer, peft
-        self.protocol = protocol_from_tokenizer(tokenizer, rollout, model.n_bits)
-        self.letters = letters_from_tokenizer(tokenizer, rollout.max_answer_tokens)
-        self.text_ids, self.vocab_size = plain_text_ids(tokenizer), model.config.text_config.vocab_size
-        self.n_bits = model.n_bits
         self.train(False)
-
-    @classmethod
-    def load(cls,
-        settings, # the `model` section: path, initial_adapter, lora_*, train_visual_head
-        rollout, # the `rollout` section
-        seed:int=0, # of a new adapter
-        device:torch.device|str='cpu',
-        dtype:torch.dtype=torch.float32, # of the frozen weights
-    ) -> 'UniARPolicy':
-        "A model folder, frozen, with an adapter to train."
-        folder = model_folder(settings.path)
-        model = load_uniar(folder, dtype).requires_grad_(False)
-        digest = tensors_digest(model.state_dict())
-        policy = cls(model, AutoTokenizer.from_pretrained(folder), rollout, add_adapter(model, settings, seed))
-        policy.model.to(device)
-        policy._model_fingerprint = digest
-        return policy
 
     @property
     def device(self) -> torch.device: return self.model.lm_head.weight.device
-
     def train(self, mode:bool=True) -> None:
         "Train or eval mode; the tower and the bit projections stay in eval."
         self.model.train(mode)
         self.model.model.visual.eval()
-
     @contextlib.contextmanager
     def sampling(self):
         "Eval mode and no gradient; puts every module's mode back."
@@ -589,46 +591,81 @@ class UniARPolicy:
             with torch.no_grad(): yield
         finally:
             for m, mode in modes: m.training = mode
-
-    def prefill(self, prompts, group_size): return start_decoding(self.model, self._padded(prompts), group_size)
-    def step(self, state, ids, bits, visual_mask, positions, draw):
-        return decode_step(self.model, state, ids, bits, visual_mask, positions, draw)
-    def select(self, state, rows): return select_rows(state, rows)
-    def hidden(self, batch): return teacher_hidden(self.model, self._padded(batch.prompts), batch)
-    def text_head(self, hidden): return self.model.text_logits(hidden)
-    def visual_head(self, hidden): return self.model.vision_logits(hidden)
-    def _padded(self, prompts):
-        check_pictures(prompts, self.protocol.image_token)
-        return pad_prompts(prompts, min(self.protocol.eos), self.device)
-
     def trainable(self) -> dict[str,nn.Parameter]:
         "What is trained, by name; a shared parameter once."
         return dict(sorted((n, p) for n, p in self.model.named_parameters() if p.requires_grad))
     def parameter_groups(self) -> dict[str,list]:
         "The trained parameters of the head that draws, and of the rest."
-        named = self.trainable().items()
-        return dict(backbone=[p for n, p in named if VISUAL_HEAD not in n], visual_head=[p for n, p in named if VISUAL_HEAD in n])
+        groups = dict(backbone=[], visual_head=[])
+        for name, p in self.trainable().items(): groups['visual_head' if VISUAL_HEAD in name else 'backbone'].append(p)
+        return groups
+
+# %% ../nbs/09_policy.ipynb #uniar-files
+class UniARFiles(UniARModules):
+    "What is written of a policy, what is read back, and fingerprints of the rest."
+    base_digest:str|None = None # of the frozen weights as they were loaded
+
     @torch.no_grad()
     def load_trainable(self, state:Mapping[str,Tensor]) -> None:
         "Copy a checkpoint's tensors into the parameters."
         mine = self.trainable()
-        if wrong := set(mine) ^ set(state): raise ValueError(f'checkpoint: trained tensors differ from the model: {sorted(wrong)[:4]}')
+        if wrong := set(mine) ^ set(state):
+            raise ValueError(f'checkpoint: tensors are not those trained here: {sorted(wrong)[:4]}')
         for name, p in mine.items(): p.copy_(state[name])
-
     def adapter_files(self) -> dict[str,bytes]:
         "The adapter as PEFT reads it, ready to be written."
         if self.peft is None: raise ValueError('this policy has no adapter; its weights are trained themselves')
         config = self.peft.peft_config['default'].to_dict() | dict(inference_mode=True, base_model_name_or_path=None)
-        plain = json.dumps(config, sort_keys=True, indent=2, default=lambda x: sorted(x) if isinstance(x, set) else str(x))
+        plain = json.dumps(config, sort_keys=True, indent=2, default=sorted)
         tensors = {n: t.detach().cpu().contiguous() for n, t in sorted(get_peft_model_state_dict(self.peft).items())}
-        return {'adapter_config.json': plain.encode(), 'adapter_model.safetensors': safetensors_bytes(tensors, dict(format='pt'))}
+        weights = safetensors_bytes(tensors, dict(format='pt'))
+        return {'adapter_config.json': plain.encode(), 'adapter_model.safetensors': weights}
     def fingerprint(self) -> str:
         "Of what a cached prompt depends on: the tokenizer, and the tower with its bit projections."
         text = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.sha256((text + tensors_digest(self.model.model.visual.state_dict())).encode()).hexdigest()
     def model_fingerprint(self) -> str:
-        "Of the frozen weights as they were loaded."
-        return getattr(self, '_model_fingerprint', None) or tensors_digest(self.model.state_dict())
+        "Of the frozen weights as they were loaded; without an adapter, of all weights as they are."
+        return self.base_digest or tensors_digest(self.model.state_dict())
+
+# %% ../nbs/09_policy.ipynb #uniar-policy
+class UniARPolicy(UniARFiles):
+    "UniAR behind the `Policy` protocol."
+    def __init__(self,
+        model:UniARForConditionalGeneration, # with the adapter already in it
+        tokenizer, # of `transformers`
+        rollout, # the protocol's numbers; see `protocol_from_tokenizer`
+        peft:PeftModel|None=None, # the wrapper around `model`, if it has an adapter
+    ):
+        super().__init__(model, tokenizer, peft)
+        self.protocol = protocol_from_tokenizer(tokenizer, rollout, model.n_bits)
+        self.letters = letters_from_tokenizer(tokenizer, rollout.max_answer_tokens)
+        self.text_ids, self.vocab_size = plain_text_ids(tokenizer), model.config.text_config.vocab_size
+        self.n_bits = model.n_bits
+
+    @classmethod
+    def load(cls,
+        settings, # the `model` section: path, initial_adapter, lora_*, train_visual_head
+        rollout, # the `rollout` section
+        seed:int=0, # of a new adapter
+        device:torch.device|str='cpu', # where it works
+        dtype:torch.dtype=torch.float32, # of the frozen weights
+    ) -> 'UniARPolicy':
+        "A model folder, frozen, with an adapter to train."
+        folder = model_folder(settings.path)
+        model = load_uniar(folder, dtype).requires_grad_(False)
+        digest = tensors_digest(model.state_dict())
+        policy = cls(model, AutoTokenizer.from_pretrained(folder), rollout, add_adapter(model, settings, seed))
+        policy.model.to(device)
+        policy.base_digest = digest
+        return policy
+
+    def prefill(self, prompts, group_size): return start_decoding(self.model, padded(self, prompts), group_size)
+    def step(self, state, fed, draw): return decode_step(self.model, state, fed, draw)
+    def select(self, state, rows): return select_rows(state, rows)
+    def hidden(self, batch): return teacher_hidden(self.model, padded(self, batch.prompts), batch)
+    def text_head(self, hidden): return self.model.text_logits(hidden)
+    def visual_head(self, hidden): return self.model.vision_logits(hidden)
 
 # %% ../nbs/09_policy.ipynb #make-prompt
 def prompt_text(
@@ -654,7 +691,9 @@ def make_prompt(
     bits = policy.model.image_bits(values.to(device), thw.to(device)).flatten(1).cpu()
     shown = tuple(n // vision.spatial_merge_size for n in thw[0, 1:].tolist())
     tags = set(policy.tokenizer.encode(question, add_special_tokens=False)) & set(policy.tokenizer.added_tokens_decoder)
-    if tags: raise ValueError(f'question of {sample_id}: {question!r} spells the tag {policy.tokenizer.decode([min(tags)])!r}')
+    if tags:
+        tag = policy.tokenizer.decode([min(tags)])
+        raise ValueError(f'question of {sample_id}: {question!r} spells the tag {tag!r}')
     ids = torch.tensor(policy.tokenizer.encode(prompt_text(question, len(bits), grid), add_special_tokens=False))
     positions = rope_positions(ids, [shown], policy.protocol.image_token)
     return Prompt(sample_id, ids, positions, pack_bits(bits), (shown,))
@@ -678,8 +717,8 @@ def example_policy(
 ) -> UniARPolicy:
     "A random UniAR, small enough for examples."
     tokenizer = example_tokenizer()
-    sizes = dict(vocab_size=len(tokenizer) + 5, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-                 initializer_range=.3) | text
+    sizes = dict(vocab_size=len(tokenizer) + 5, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+                 intermediate_size=48, initializer_range=.3) | text
     config = toy_config(text=sizes, vision=dict(out_hidden_size=sizes['hidden_size']), tie_word_embeddings=False,
                         image_token_id=tag_id(tokenizer, TAGS['image_token']))
     model = seeded(UniARForConditionalGeneration, config, seed=seed)
@@ -695,4 +734,5 @@ def example_prompt(
     question:str='which?', # its length makes prompts differ
 ) -> Prompt:
     "A prompt with a random picture of 2 x 4 tokens."
-    return make_prompt(policy, f'example-{number}', stream('picture', number).integers(0, 256, (8, 16, 3), dtype=np.uint8), question)
+    picture = stream('picture', number).integers(0, 256, (8, 16, 3), dtype=np.uint8)
+    return make_prompt(policy, f'example-{number}', picture, question)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SYMBOLS', 'DROP_SHARE', 'grammar', 'Machine', 'symbol_ids', 'legal_ids', 'machine', 'advance', 'draw_words',
            'draw_bits', 'Noise', 'rollout_noise', 'Lanes', 'lane_positions', 'next_lanes', 'Drawn', 'Sampling',
-           'draw_step', 'Record', 'empty_record', 'Tokens', 'cut_segments', 'first_lanes', 'decode',
-           'GRPORolloutController', 'teacher_states', 'teacher_rollout']
+           'draw_step', 'Record', 'empty_record', 'Tokens', 'cut_segments', 'first_lanes', 'decode', 'repeats',
+           'rollouts_of', 'check_temperatures', 'GRPORolloutController', 'teacher_states', 'teacher_rollout']
 
 # %% ../nbs/11_rollout.ipynb #imports
 import math
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .core import Group, Prompt, Rollout, Segment, pack_bits, uniforms
-from .policy import Policy, bit_logps, legal_table, word_logps
+from .policy import Fed, Policy, bit_logps, legal_table, word_logps
 from .uniar import rope_positions
 from .verifier import Protocol
 
@@ -41,15 +41,17 @@ def grammar(
     return table, loops
 
 # %% ../nbs/11_rollout.ipynb #machine
-SYMBOLS = ('word', 'think_open', 'think_close', 'answer_open', 'answer_close', 'vision_start', 'vision_end', 'image_token', 'eos', 'nothing')
+SYMBOLS = ('word', 'think_open', 'think_close', 'answer_open', 'answer_close', 'vision_start', 'vision_end',
+           'image_token', 'eos', 'nothing')
 
 @dataclass(frozen=True, eq=False)
 class Machine:
     "The grammar as tensors; a state is a row number, and row 0 is the start."
+    protocol:Protocol # what was compiled
     names:tuple[str,...] # of the states
     legal_sets:tuple[tuple[int,...],...] # ids ascending
     legal_mask:Tensor # (sets,V) bool
-    legal:Tensor # which set a state draws its word from; (states,); -1 while drawing and at the end
+    legal:Tensor # which set a state draws its word from; (states,); -1 where none
     forced:Tensor # the only id of a state; (states,); -1 where there is a choice
     kind:Tensor # which symbol an id is; (V,)
     follows:Tensor # next state; (states,symbols); -1 where not legal
@@ -96,7 +98,7 @@ def machine(
     pictures_left = lambda n: n[-1].isdigit() and int(n[-1]) + n.startswith('drawn') < protocol.max_images
     column = lambda get: torch.tensor([get(n) for n in names]).to(device)
     return Machine(
-        names, legal_sets, legal_mask, kind=kind.to(device), forced=column(only.get),
+        protocol, names, legal_sets, legal_mask, kind=kind.to(device), forced=column(only.get),
         legal=column(lambda n: legal_sets.index(sets[n]) if sets[n] else -1),
         follows=torch.tensor([[after(n, symbol) for symbol in SYMBOLS] for n in names]).to(device),
         limit=column(lambda n: loops.get(n, (-1, n))[0]), overflow=column(lambda n: number[loops.get(n, (-1, n))[1]]),
@@ -146,13 +148,11 @@ class Noise:
 
 def rollout_noise(
     key:tuple, # (seed, draw), or anything that `core.stream` takes
-    prompts:Sequence[Prompt], # whose sample ids are part of the key
-    group_size:int, # G
+    rows:Sequence[tuple[str,int]], # (sample id, index) of each rollout
     n_words:int, # T, of the longest completion
     shape:tuple[int,int], # visual tokens of a completion, bits of each
-) -> Noise: # a prompt's rows together
+) -> Noise:
     "Numbers that depend on the key, the sample and the rollout's index."
-    rows = [(p.sample_id, g) for p in prompts for g in range(group_size)]
     words = torch.stack([uniforms((*key, 'word', *row), n_words) for row in rows])
     return Noise(words, torch.stack([uniforms((*key, 'bit', *row), shape) for row in rows]))
 
@@ -170,34 +170,30 @@ class Lanes:
 
 def lane_positions(
     m:Machine,
-    lanes:Lanes,
-    grid:tuple[int,int], # of a picture
+    lanes:Lanes, # A rows
 ) -> Tensor: # (3,A) of the token that each row takes next
     "Rotary positions: time, height, width."
-    place = torch.where(m.drawing[lanes.state], lanes.count, 0)
-    return lanes.start + torch.stack([torch.zeros_like(place), place // grid[1], place % grid[1]])
+    place, cols = torch.where(m.drawing[lanes.state], lanes.count, 0), m.protocol.grid[1]
+    return lanes.start + torch.stack([torch.zeros_like(place), place // cols, place % cols])
 
 def next_lanes(
     m:Machine,
     lanes:Lanes,
     ids:Tensor, # (A,) the token each row takes
-    grid:tuple[int,int], # of a picture
 ) -> Lanes:
     "Where the rows are after it."
     drawing = m.drawing[lanes.state]
     state, count = advance(m, lanes.state, lanes.count, ids)
-    step = torch.where(drawing, torch.where(state == lanes.state, 0, max(grid)), 1)
+    step = torch.where(drawing, torch.where(state == lanes.state, 0, max(m.protocol.grid)), 1)
     return Lanes(lanes.rows, state, count, lanes.start + step, lanes.drawn + drawing)
 
-# %% ../nbs/11_rollout.ipynb #draw-step
+# %% ../nbs/11_rollout.ipynb #drawn
 @dataclass(frozen=True, eq=False)
 class Drawn:
     "The token that each row takes."
     ids:Tensor # (A,)
     logps:Tensor # (A,) float32; 0 where forced
     bits:Tensor # (A,n_bits) uint8; 0 where it is a word
-
-    def __getitem__(self, keep): return Drawn(self.ids[keep], self.logps[keep], self.bits[keep])
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
@@ -207,6 +203,7 @@ class Sampling:
     noise:Noise|None # None: the likeliest
     pictures:Tensor|None # bits to feed in place of drawn ones; (R,tokens,n_bits)
 
+# %% ../nbs/11_rollout.ipynb #draw-step
 def draw_step(
     policy:Policy,
     state, # the policy's
@@ -223,10 +220,12 @@ def draw_step(
         legal = m.legal_mask[m.legal[lanes.state[free]]]
         scores = word_logps(policy.text_head(state.hidden[free]), legal, how.temperatures[0])
         ids[free], logps[free] = draw_words(scores, noise and noise.words[lanes.rows[free], t])
-    if len(drawing) and how.pictures is not None: bits[drawing] = how.pictures[lanes.rows[drawing], lanes.count[drawing]]
+    if len(drawing) and how.pictures is not None:
+        bits[drawing] = how.pictures[lanes.rows[drawing], lanes.count[drawing]]
     elif len(drawing):
+        logits = policy.visual_head(state.visual[drawing])
         chance = noise and noise.bits[lanes.rows[drawing], lanes.drawn[drawing]]
-        bits[drawing], logps[drawing] = draw_bits(policy.visual_head(state.visual[drawing]), how.temperatures[1], chance)
+        bits[drawing], logps[drawing] = draw_bits(logits, how.temperatures[1], chance)
     return Drawn(ids, logps, bits)
 
 # %% ../nbs/11_rollout.ipynb #record
@@ -239,11 +238,11 @@ class Record:
     length:Tensor # (R,)
     state:Tensor # of the machine, after the last token; (R,)
 
-    def write(self, m:Machine, t:int, lanes:Lanes, drawn:Drawn, grid:tuple[int,int]) -> None:
+    def write(self, m:Machine, t:int, lanes:Lanes, drawn:Drawn) -> None:
         "Column t, before the rows move on."
         rows, visual = lanes.rows, m.drawing[lanes.state]
         self.ids[rows, t], self.logps[rows, t], self.legal[rows, t] = drawn.ids, drawn.logps, m.legal[lanes.state]
-        self.positions[:, rows, t] = lane_positions(m, lanes, grid)
+        self.positions[:, rows, t] = lane_positions(m, lanes)
         self.bits[rows[visual], lanes.drawn[visual]] = drawn.bits[visual]
 
 def empty_record(
@@ -278,8 +277,8 @@ def cut_segments(
         span = slice(start, start + n)
         columns = tokens.ids[span].clone(), tokens.logps[span].clone(), tokens.legal[span].clone()
         if is_picture:
-            segments.append(Segment('visual', *columns, temperatures[1], 'exact', tokens.bits[drawn:drawn + n].clone(), protocol.grid))
-            drawn += n
+            bits, drawn = tokens.bits[drawn:drawn + n].clone(), drawn + n
+            segments.append(Segment('visual', *columns, temperatures[1], 'exact', bits, protocol.grid))
         else:
             cut = truncated and span.stop == len(visual)
             segments.append(Segment('text', *columns, temperatures[0], 'length' if cut else 'stop'))
@@ -296,7 +295,8 @@ def first_lanes(
 ) -> Lanes:
     "Every row at the start of the protocol, just after its prompt."
     start = torch.tensor([int(p.positions.max()) + 1 for p in prompts], device=device).repeat_interleave(group_size)
-    return Lanes(torch.arange(len(start), device=device), *(torch.zeros_like(start) for _ in range(2)), start, torch.zeros_like(start))
+    zeros = torch.zeros_like(start)
+    return Lanes(torch.arange(len(start), device=device), zeros, zeros, start, zeros)
 
 def decode(
     policy:Policy,
@@ -306,34 +306,62 @@ def decode(
     record:Record, # of P*G rows; filled in place
 ) -> None:
     "Draw all completions of a batch."
-    m, grid = how.machine, policy.protocol.grid
+    m = how.machine
     state, lanes = policy.prefill(prompts, group_size), first_lanes(prompts, group_size, record.ids.device)
     for t in range(record.ids.shape[1]):
         drawn = draw_step(policy, state, lanes, how, t)
-        record.write(m, t, lanes, drawn, grid)
-        visual, positions, going = m.drawing[lanes.state], lane_positions(m, lanes, grid), ~m.final[lanes.state]
-        lanes = next_lanes(m, lanes, drawn.ids, grid)
+        record.write(m, t, lanes, drawn)
+        fed = Fed(drawn.ids, drawn.bits, m.drawing[lanes.state], lane_positions(m, lanes))
+        going, lanes = ~m.final[lanes.state], next_lanes(m, lanes, drawn.ids)
         record.length[lanes.rows[going]], record.state[lanes.rows] = t + 1, lanes.state
         keep = (~m.final[lanes.state]).nonzero()[:, 0]
         if not len(keep): return
-        if len(keep) <= DROP_SHARE * len(going):
-            state, lanes, drawn, visual, positions = policy.select(state, keep), lanes[keep], drawn[keep], visual[keep], positions[:, keep]
-        state = policy.step(state, drawn.ids, drawn.bits, visual, positions, bool(m.may_draw[lanes.state].any()))
+        if len(keep) <= DROP_SHARE * len(going): state, lanes, fed = policy.select(state, keep), lanes[keep], fed[keep]
+        state = policy.step(state, fed, bool(m.may_draw[lanes.state].any()))
+
+# %% ../nbs/11_rollout.ipynb #rollouts-of
+def repeats(
+    prompts:Sequence[Prompt], # of one draw
+) -> list[int]: # how many earlier ones are of the same sample
+    "A sample drawn twice makes two groups: with noise, and an id, of its own for each."
+    names = [p.sample_id for p in prompts]
+    return [names[:i].count(name) for i, name in enumerate(names)]
+
+def rollouts_of(
+    record:Record, # of R rows, complete
+    how:Sampling, # as they were drawn
+    names:Sequence[tuple[str,int]], # (sample id, index) of each row
+) -> list[Rollout]: # on the CPU
+    "Cut the record into rollouts."
+    m, p, out, packed = how.machine, how.machine.protocol, [], pack_bits(record.bits).cpu()
+    ids, logps, legal, positions, _, length, state = (getattr(record, f.name).cpu() for f in fields(record))
+    for r, (name, n) in enumerate(zip(names, length.tolist())):
+        n_visual, truncated = int((ids[r, :n] == p.image_token).sum()), m.names[state[r]] == 'cut'
+        tokens = Tokens(ids[r, :n], logps[r, :n], legal[r, :n], packed[r, :n_visual])
+        segments = cut_segments(tokens, p, how.temperatures, truncated)
+        out.append(Rollout(*name, segments, positions[:, r, :n].clone(), m.legal_sets, truncated))
+    return out
+
+def check_temperatures(
+    text:float, # of words
+    visual:float, # of bits
+) -> tuple[float,float]: # the same
+    "Refuse what nothing can be divided by."
+    for name, value in dict(text_temperature=text, visual_temperature=visual).items():
+        if not 0 < value < math.inf: raise ValueError(f'{name}: {value!r} is not legal; a number above 0')
+    return float(text), float(visual)
 
 # %% ../nbs/11_rollout.ipynb #controller
 class GRPORolloutController:
-    "Samples groups of rollouts from a policy."
+    "Samples groups of rollouts."
     def __init__(self,
-        policy:Policy,
+        policy:Policy, # the weights of the moment
         protocol:Protocol|None=None, # None: the policy's own
         text_temperature:float=1., # > 0
         visual_temperature:float=1., # > 0
     ):
-        for name, value in dict(text_temperature=text_temperature, visual_temperature=visual_temperature).items():
-            if not 0 < value < math.inf: raise ValueError(f'{name}: {value!r} is not legal; a number above 0')
-        self.policy, self.protocol = policy, protocol or policy.protocol
-        self.temperatures = float(text_temperature), float(visual_temperature)
-        self.machine = machine(self.protocol, policy.text_ids, policy.vocab_size, policy.device)
+        self.policy, self.temperatures = policy, check_temperatures(text_temperature, visual_temperature)
+        self.machine = machine(protocol or policy.protocol, policy.text_ids, policy.vocab_size, policy.device)
 
     def rollouts(self,
         prompts:Sequence[Prompt], # P of them, at least one
@@ -343,29 +371,25 @@ class GRPORolloutController:
         pictures:Tensor|None=None, # bits to feed in place of drawn ones; (P*G,tokens,n_bits)
     ) -> tuple[Group,...]: # one a prompt, in order
         "Draw `group_size` completions of every prompt."
-        if group_size < 1: raise ValueError(f'group_size: {group_size} is not legal; at least 1')
-        policy, p, n_rows, device = self.policy, self.protocol, len(prompts) * group_size, self.policy.device
-        shape, wanted = (p.max_images * p.n_visual, policy.n_bits), (n_rows, p.n_visual, policy.n_bits)
+        if group_size < 1 or not prompts:
+            raise ValueError(f'{len(prompts)} prompts, group_size {group_size}: both must be at least 1')
+        again, p = repeats(prompts), self.machine.protocol
+        rows = [(q.sample_id, k * group_size + g) for q, k in zip(prompts, again) for g in range(group_size)]
+        shape = p.max_images * p.n_visual, self.policy.n_bits
+        how = self._sampling(rows, None if greedy else rollout_noise(key, rows, p.max_tokens, shape), pictures)
+        record = empty_record(len(rows), p.max_tokens, shape, self.policy.device)
+        with self.policy.sampling(): decode(self.policy, prompts, group_size, how, record)
+        made = rollouts_of(record, how, [(name, i % group_size) for name, i in rows])
+        groups = [tuple(made[i:i + group_size]) for i in range(0, len(made), group_size)]
+        ids = [(key[-1], f'{q.sample_id}#{k + 1}' if k else q.sample_id) for q, k in zip(prompts, again)]
+        return tuple(Group(q, group, group_id=i) for q, group, i in zip(prompts, groups, ids))
+
+    def _sampling(self, rows, noise, pictures) -> Sampling:
+        device, wanted = self.policy.device, (len(rows), self.machine.protocol.n_visual, self.policy.n_bits)
         if pictures is not None and tuple(pictures.shape) != wanted:
             raise ValueError(f'pictures: {tuple(pictures.shape)} is not legal; {wanted} (rows, tokens, bits)')
-        noise = None if greedy else rollout_noise(key, prompts, group_size, p.max_tokens, shape)
-        noise = noise and Noise(noise.words.to(device), noise.bits.to(device))
-        record = empty_record(n_rows, p.max_tokens, shape, device)
-        how = Sampling(self.machine, self.temperatures, noise, None if pictures is None else pictures.to(device))
-        with policy.sampling(): decode(policy, prompts, group_size, how, record)
-        made = iter(self._rollouts(record, [(q.sample_id, g) for q in prompts for g in range(group_size)]))
-        return tuple(Group(q, tuple(next(made) for _ in range(group_size)), group_id=(key[-1], q.sample_id)) for q in prompts)
-
-    def _rollouts(self, record:Record, names:Sequence[tuple[str,int]]) -> list[Rollout]:
-        "Cut the record into rollouts, on the CPU."
-        m, out, packed = self.machine, [], pack_bits(record.bits).cpu()
-        ids, logps, legal, positions, _, length, state = (getattr(record, f.name).cpu() for f in fields(record))
-        for r, (name, n) in enumerate(zip(names, length.tolist())):
-            n_visual, truncated = int((ids[r, :n] == self.protocol.image_token).sum()), m.names[state[r]] == 'cut'
-            tokens = Tokens(ids[r, :n], logps[r, :n], legal[r, :n], packed[r, :n_visual])
-            segments = cut_segments(tokens, self.protocol, self.temperatures, truncated)
-            out.append(Rollout(*name, segments, positions[:, r, :n].clone(), m.legal_sets, truncated))
-        return out
+        moved = noise and Noise(noise.words.to(device), noise.bits.to(device))
+        return Sampling(self.machine, self.temperatures, moved, None if pictures is None else pictures.to(device))
 
 # %% ../nbs/11_rollout.ipynb #teacher
 def teacher_states(
@@ -383,7 +407,7 @@ def teacher_states(
         count = count + 1 if following == state else 0
         full = count == limit[state]
         state, count = (overflow[state], 0) if full else (following, count)
-    if m.names[state] != 'done': raise ValueError(f"{name}: the completion ends in state {m.names[state]!r}; it must be 'done'")
+    if m.names[state] != 'done': raise ValueError(f"{name}: it ends in state {m.names[state]!r}; it must be 'done'")
     return states
 
 def teacher_rollout(
@@ -399,4 +423,5 @@ def teacher_rollout(
     drawn = [part.bits for part in parts if part.kind == 'visual'] or [torch.zeros(0, 0, dtype=torch.uint8)]
     tokens = Tokens(ids, torch.zeros(len(ids)), m.legal.cpu()[states], torch.cat(drawn))
     positions = rope_positions(ids, [protocol.grid] * len(drawn), protocol.image_token) + prompt.positions.max() + 1
-    return Rollout(prompt.sample_id, index, cut_segments(tokens, protocol, (1., 1.), False), positions, m.legal_sets, False)
+    segments = cut_segments(tokens, protocol, (1., 1.), truncated=False)
+    return Rollout(prompt.sample_id, index, segments, positions, m.legal_sets, False)

@@ -62,7 +62,8 @@ class TokenLogps:
 
     def bitwise(self) -> Tensor: # (R,T,n_bits), 0 where no visual token is
         "The bits in the shape of the batch, for a ratio a bit."
-        return torch.zeros(*self.logps.shape, self.n_bits, device=self.logps.device).index_put(self.visual_mask.nonzero(as_tuple=True), self.bits)
+        zeros = torch.zeros(*self.logps.shape, self.n_bits, device=self.logps.device)
+        return zeros.index_put(self.visual_mask.nonzero(as_tuple=True), self.bits)
 
 # %% ../nbs/12_score.ipynb #scorer
 class PolicyScorer:
@@ -71,7 +72,8 @@ class PolicyScorer:
         policy:Policy,
         text_chunk_size:int=4096, # words whose logits exist at the same time
     ):
-        if text_chunk_size < 1: raise ValueError(f'text_projection_chunk_size: {text_chunk_size} is not legal; at least 1')
+        if text_chunk_size < 1:
+            raise ValueError(f'text_projection_chunk_size: {text_chunk_size} is not legal; at least 1')
         self.policy, self.text_chunk_size = policy, text_chunk_size
 
     def __call__(self,
@@ -85,7 +87,8 @@ class PolicyScorer:
         logits = policy.visual_head(hidden.visual[visual])
         bits = unpack_bits(batch.bits, policy.n_bits) if len(batch.bits) else logits.new_zeros(logits.shape)
         bits = bit_logps(logits, bits, batch.temperature[visual][:, None])
-        logps = torch.zeros(text.shape, device=text.device).masked_scatter(text, word).masked_scatter(visual, bits.sum(-1))
+        logps = torch.zeros(text.shape, device=text.device).masked_scatter(text, word)
+        logps = logps.masked_scatter(visual, bits.sum(-1))
         return TokenLogps(logps, text, visual, policy.n_bits, bits)
 
 # %% ../nbs/12_score.ipynb #reference
@@ -99,7 +102,8 @@ class FrozenReference:
         state = {name: p.detach() for name, p in named.items()} if state is None else state
         shapes = lambda tensors: {name: tuple(t.shape) for name, t in tensors.items()}
         if wrong := shapes(named).items() ^ shapes(state).items():
-            raise ValueError(f'reference: tensors differ from what is trained: {sorted({name for name, _ in wrong})[:4]}')
+            names = sorted({name for name, _ in wrong})
+            raise ValueError(f'reference: tensors differ from what is trained: {names[:4]}')
         self.state = {name: state[name].to('cpu', copy=True) for name in named}
         self.sha256 = tensors_digest(self.state)
 
@@ -108,14 +112,15 @@ class FrozenReference:
         "The policy with the reference's weights, for as long as the block lasts."
         own = [(p, p.data) for p in policy.trainable().values()]
         try:
-            for (p, data), frozen in zip(own, self.state.values()): p.data = frozen.to(data.device, data.dtype, copy=True)
+            for (p, data), lent in zip(own, self.state.values()): p.data = lent.to(data.device, data.dtype, copy=True)
             yield
         finally:
             for p, data in own: p.data = data
 
     def descriptor(self) -> dict: # JSON-able
         "What it is, for the run's record."
-        return dict(tensors=len(self.state), parameters=sum(t.numel() for t in self.state.values()), snapshot_sha256=self.sha256)
+        n_parameters = sum(t.numel() for t in self.state.values())
+        return dict(tensors=len(self.state), parameters=n_parameters, snapshot_sha256=self.sha256)
 
 # %% ../nbs/12_score.ipynb #gap
 class GapError(RuntimeError):
@@ -135,7 +140,8 @@ def _gap(
     "Summary of the differences; nothing drawn is no difference."
     if not len(differences): return Gap(0., 0., 0., 0, None)
     top = differences.nan_to_num(nan=math.inf).argmax()
-    return Gap(differences.mean().item(), differences.quantile(.99).item(), differences[top].item(), len(names), names[top])
+    figures = differences.mean(), differences.quantile(.99), differences[top]
+    return Gap(*(x.item() for x in figures), len(names), names[top])
 
 def logp_gap(
     batches:Sequence[TokenBatch], # as sampled
@@ -150,6 +156,7 @@ def logp_gap(
         gaps[kind] = _gap(values, names)
     return gaps
 
+# %% ../nbs/12_score.ipynb #check-gap
 def check_gap(
     gaps:Mapping[str,Gap], # from `logp_gap`
     text:float, # legal mean difference of a word
@@ -159,5 +166,6 @@ def check_gap(
     for kind, tolerance in dict(text=text, visual=visual).items():
         gap, unit = gaps[kind], 'token' if kind == 'text' else 'bit'
         if not gap.mean <= tolerance:
-            raise GapError(f'{kind}: sampled and scored log-probs differ by {gap.mean:.3g} a {unit} in the mean, tolerance {tolerance:.3g} '
-                           f'(trainer.gap_tolerance_{kind}); worst is {gap.max:.3g} in rollout {gap.worst[1]} of {gap.worst[0]}')
+            raise GapError(f'{kind}: sampled and scored log-probs differ by {gap.mean:.3g} a {unit} in the mean, '
+                           f'tolerance {tolerance:.3g} (trainer.gap_tolerance_{kind}); '
+                           f'worst is {gap.max:.3g} in rollout {gap.worst[1]} of {gap.worst[0]}')

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'task_texts', 'make_tokenizer', 'small_config', 'DrawingLimits', 'new_policy', 'Puzzles', 'batches',
-           'straight_through', 'picture_loss', 'learning_rate', 'minimise', 'tokenizer_parameters', 'train_pictures',
-           'reference_letters', 'words', 'reference_parts', 'tokens_of', 'reference_batch', 'reference_loss',
-           'train_trajectories', 'Held', 'held_out', 'measure', 'weights_digest', 'write_model_folder', 'Reporter',
-           'check_new', 'run_sft', 'picture_quality']
+           'stage_batches', 'straight_through', 'picture_loss', 'learning_rate', 'minimise', 'tokenizer_parameters',
+           'train_pictures', 'reference_letters', 'words', 'reference_parts', 'tokens_of', 'reference_batch',
+           'reference_loss', 'train_trajectories', 'Held', 'held_out', 'measure', 'weights_digest',
+           'write_model_folder', 'Reporter', 'check_new', 'run_sft', 'picture_quality']
 
 # %% ../nbs/19_sft.ipynb #imports
 import hashlib
@@ -61,7 +61,8 @@ def make_tokenizer(
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(TAGS), initial_alphabet=alphabet, min_frequency=1, show_progress=False))
+        vocab_size=vocab_size, special_tokens=list(TAGS), initial_alphabet=alphabet, min_frequency=1,
+        show_progress=False))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token='<|im_end|>', pad_token='<|endoftext|>')
 
 # %% ../nbs/19_sft.ipynb #model
@@ -74,7 +75,8 @@ def small_config(
     text = dict(hidden_size=cfg.hidden_size, num_hidden_layers=cfg.n_layers, num_attention_heads=cfg.n_heads,
                 num_key_value_heads=cfg.n_kv_heads, head_dim=32, intermediate_size=cfg.intermediate_size,
                 vocab_size=len(tokenizer), max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=True,
-                rope_parameters=dict(rope_type='default', rope_theta=10., mrope_section=[6, 5, 5], mrope_interleaved=True))
+                rope_parameters=dict(rope_type='default', rope_theta=10., mrope_section=[6, 5, 5],
+                                     mrope_interleaved=True))
     vision = dict(depth=cfg.tower_layers, hidden_size=cfg.tower_size, intermediate_size=2 * cfg.tower_size, num_heads=4,
                   patch_size=8, spatial_merge_size=1, temporal_patch_size=2, out_hidden_size=cfg.hidden_size,
                   num_position_embeddings=64, deepstack_visual_indexes=[0], bsq_dim=cfg.bsq_dim,
@@ -126,6 +128,14 @@ def batches(
     ahead = dict(prefetch_factor=4) if workers else {}
     return iter(DataLoader(puzzles, size, num_workers=workers, collate_fn=list, **ahead))
 
+def stage_batches(
+    stage,  # a stage's section: updates, batch_puzzles
+    data,   # the `data` section
+) -> Iterator[list[Puzzle]]:
+    "Every batch of a stage, one an update."
+    n = stage.updates * stage.batch_puzzles
+    return batches(Puzzles(data.puzzle_seed, 0, n, data.same_photo_distractors), stage.batch_puzzles, data.workers)
+
 # %% ../nbs/19_sft.ipynb #picture-loss
 def straight_through(
     z:Tensor, # (..., d) of length one
@@ -141,7 +151,8 @@ def picture_loss(
 ) -> tuple[Tensor, Tensor]: # loss to minimise; squared error of the pixels in [-1, 1]
     "How badly pictures survive tokenising and drawing."
     vision = model.config.vision_config
-    z = model.image_latents(*preprocess(pictures, vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size))
+    sizes = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+    z = model.image_latents(*preprocess(pictures, *sizes))
     u = straight_through(z)
     grid = [side // vision.patch_size for side in pictures[0].shape[:2]]
     drawn = decoder(u.view(len(pictures), *grid, -1) * z.shape[-1] ** .5)
@@ -197,11 +208,11 @@ def train_pictures(
 ) -> None:
     "Stage one."
     stage, tower = cfg.pictures, tokenizer_parameters(policy.model)
-    source = batches(Puzzles(cfg.data.puzzle_seed, 0, stage.updates * stage.batch_puzzles, cfg.data.same_photo_distractors),
-                     stage.batch_puzzles, cfg.data.workers)
+    source = stage_batches(stage, cfg.data)
     def losses(step):
         made = next(source)
-        parts = [picture_loss(policy.model, decoder, [getattr(p, side) for p in made]) for side in ('question', 'solution')]
+        parts = [picture_loss(policy.model, decoder, pictures)
+                 for pictures in ([p.question for p in made], [p.solution for p in made])]
         return sum(loss for loss, _ in parts), {'psnr_db': 10 * math.log10(4 / float(sum(e for _, e in parts) / 2))}
     minimise([*tower, *decoder.parameters()], stage, losses, report)
     for p in tower: p.requires_grad_(False)
@@ -232,7 +243,8 @@ def reference_parts(
     "A plan, a picture, what it shows, the answer."
     write = lambda text: policy.tokenizer.encode(text, add_special_tokens=False)
     ids = torch.full((len(bits),), policy.protocol.image_token)
-    picture = Segment('visual', ids, torch.zeros(len(bits)), torch.full_like(ids, -1), 1., 'exact', bits, policy.protocol.grid)
+    picture = Segment('visual', ids, torch.zeros(len(bits)), torch.full_like(ids, -1), 1., 'exact', bits,
+                      policy.protocol.grid)
     return (words(write(f'<think>{plan_text(gap)}</think><|vision_start|>')), picture,
             words(write(f'<|vision_end|><think>{readback_text(letter)}</think><answer>{letter}</answer><|im_end|>')))
 
@@ -277,7 +289,8 @@ def reference_loss(
     bits = unpack_bits(batch.bits, policy.n_bits)
     visual = F.binary_cross_entropy_with_logits(logits, bits.float())
     right = ((logits > 0) == bits.bool()).float().mean()
-    return text_weight * text + visual_weight * visual, dict(text=text.item(), visual=visual.item(), bits_right=right.item())
+    stats = dict(text=text.item(), visual=visual.item(), bits_right=right.item())
+    return text_weight * text + visual_weight * visual, stats
 
 # %% ../nbs/19_sft.ipynb #stage-two
 def train_trajectories(
@@ -289,11 +302,11 @@ def train_trajectories(
     stage, data = cfg.trajectories, cfg.data
     machine = GRPORolloutController(policy).machine
     template = make_prompt(policy, 'template', make_puzzle('train', data.puzzle_seed, 0).question, QUESTION)
-    source = batches(Puzzles(data.puzzle_seed, 0, stage.updates * stage.batch_puzzles, data.same_photo_distractors),
-                     stage.batch_puzzles, data.workers)
+    source = stage_batches(stage, data)
     def losses(step):
         puzzles, noise = next(source), stream('references', cfg.run.seed, step).random((stage.batch_puzzles, 4))
-        letters = [reference_letters(p.gold, n, data.misread_frac, data.wrong_piece_frac) for p, n in zip(puzzles, noise)]
+        letters = [reference_letters(p.gold, n, data.misread_frac, data.wrong_piece_frac)
+                   for p, n in zip(puzzles, noise)]
         batch = reference_batch(policy, machine, puzzles, letters, template)
         policy.train()
         return reference_loss(policy, batch, stage.text_weight, stage.visual_weight)
@@ -311,8 +324,9 @@ def held_out(
     cfg:SFTConfig,
 ) -> Held:
     "Puzzles of photographs that no stage has seen."
-    puzzles = tuple(make_puzzle('valid', cfg.data.puzzle_seed, i, cfg.data.valid_distractors) for i in range(cfg.data.n_valid))
-    return Held(puzzles, tuple(make_prompt(policy, p.sample_id, p.question, QUESTION) for p in puzzles))
+    data = cfg.data
+    puzzles = [make_puzzle('valid', data.puzzle_seed, i, data.valid_distractors) for i in range(data.n_valid)]
+    return Held(tuple(puzzles), tuple(make_prompt(policy, p.sample_id, p.question, QUESTION) for p in puzzles))
 
 def measure(
     policy:UniARPolicy,
@@ -365,16 +379,17 @@ class Reporter:
     def __init__(self,
         log:Path,   # JSON lines, appended
         stage:str,  # its name
-        n:int,      # updates
-        every:int,  # updates between log lines
+        section,    # the stage's section: updates, log_every
         look=None,  # callable at each log line: () -> more figures
     ):
-        self.log, self.stage, self.n, self.every, self.look = log, stage, n, every, look
-        self.bar, self.start = tqdm(total=n, desc=stage, unit='update'), time.monotonic()
+        self.log, self.stage, self.look = log, stage, look
+        self.n, self.every = section.updates, section.log_every
+        self.bar, self.start = tqdm(total=self.n, desc=stage, unit='update'), time.monotonic()
 
     def __call__(self, step:int, stats:dict) -> None:
         self.bar.update()
-        self.bar.set_postfix({name: f'{value:.3g}' for name, value in stats.items() if name != 'grad_norm'}, refresh=False)
+        shown = {name: f'{value:.3g}' for name, value in stats.items() if name != 'grad_norm'}
+        self.bar.set_postfix(shown, refresh=False)
         if (step + 1) % self.every and step + 1 != self.n: return
         line = dict(stage=self.stage, update=step + 1, **stats, **(self.look() if self.look else {}))
         line['timing/seconds'] = round(time.monotonic() - self.start, 1)
@@ -398,14 +413,15 @@ def run_sft(
     torch.set_num_threads(cfg.data.cpu_threads)
     try:
         policy, decoder = new_policy(cfg)
-        train_pictures(policy, decoder, cfg, Reporter(log, 'pictures', cfg.pictures.updates, cfg.pictures.log_every))
+        train_pictures(policy, decoder, cfg, Reporter(log, 'pictures', cfg.pictures))
         held = held_out(policy, cfg)
         figures = dict(psnr_db=picture_quality(policy, decoder, held))
         look = lambda: measure(policy, held, cfg.run.seed)
-        train_trajectories(policy, cfg, Reporter(log, 'trajectories', cfg.trajectories.updates, cfg.trajectories.log_every, look))
+        train_trajectories(policy, cfg, Reporter(log, 'trajectories', cfg.trajectories, look))
         figures |= look()
-        recipe = dict(config=cfg.as_dict() | dict(run=dict(seed=cfg.run.seed)), config_sha256=cfg.fingerprint(), held_out=figures,
-                      parameters=sum(p.numel() for p in policy.model.parameters()), torch=torch.__version__)
+        recipe = dict(config=cfg.as_dict() | dict(run=dict(seed=cfg.run.seed)), config_sha256=cfg.fingerprint(),
+                      held_out=figures, parameters=sum(p.numel() for p in policy.model.parameters()),
+                      torch=torch.__version__)
         return write_model_folder(folder / 'model', policy, decoder, recipe)
     finally: torch.set_num_threads(threads)
 

@@ -105,6 +105,14 @@ def test_no_second_tag_fits_anywhere(at, new):
     assert (verdict.reward, verdict.valid) == (0., False)
 
 
+@pytest.mark.parametrize('at', range(len(GOOD) + 1))
+@pytest.mark.parametrize('new', 'ABx ')
+def test_words_fit_only_into_a_think(at, new):
+    "And a blank before the letter, as the table of bodies has it."
+    string = GOOD[:at] + new + GOOD[at:]
+    assert VERIFIER(spelled(string), 'B').valid == (at in (1, 2, 7, 8) or string.endswith('a BZe'))
+
+
 @pytest.mark.parametrize('end', range(len(GOOD)))
 def test_no_prefix_is_paid(end):
     verdict = VERIFIER(spelled(GOOD[:end]), 'B')
@@ -143,6 +151,13 @@ def junk_segments(draw):
 pieces = st.one_of(junk_segments(), st.just(PICTURE), nearly_good().map(lambda s: text([SYMBOLS[c] for c in s if c != 'p'])))
 
 
+@pytest.mark.parametrize('change', [lambda ids: ids.double(), lambda ids: ids.double() + .25, lambda ids: torch.where(ids == WORD['x'], -1, ids)])
+def test_ids_are_whole_numbers(change):
+    "`7.0 == 7` in Python, and in a dictionary; as an id it is junk."
+    spoilt = tuple(replace(s, ids=change(s.ids)) for s in spelled(GOOD).segments)
+    assert VERIFIER(rollout(spoilt), 'B').reason == 'malformed'
+
+
 @given(st.lists(pieces, max_size=6), st.booleans(), st.sampled_from(LETTERS))
 def test_junk_gets_a_reason_and_no_reward(segments, truncated, gold):
     verdict = VERIFIER(rollout(segments, truncated), gold)
@@ -157,6 +172,14 @@ def test_junk_in_a_good_completion_spoils_it(junk, at):
     harmless = junk.kind == 'text' and len(junk) == 0 and junk.finish != 'length'
     verdict = VERIFIER(rollout([*good[:at], junk, *good[at:]]), 'B')
     assert (verdict.reward == 1) == harmless, verdict
+
+
+@pytest.mark.parametrize('change', [dict(ids=torch.tensor([IMAGE, WORD['x']])), dict(bits=PICTURE.bits.long()), dict(bits=PICTURE.bits.float()),
+                                    dict(bits=PICTURE.bits | 1), dict(bits=PICTURE.bits[:1]), dict(bits=None), dict(grid=(2, 1)), dict(finish='length')])
+def test_a_picture_is_whole_or_bad(change):
+    segments = [replace(s, **change) if s.kind == 'visual' else s for s in spelled(GOOD).segments]
+    verdict = VERIFIER(rollout(segments), 'B')
+    assert (verdict.reward, verdict.valid, verdict.reason) == (0., False, 'bad_picture')
 
 
 @pytest.mark.parametrize('gold', ['a', '(A)', 'E', '', ' A', 'AB', 'ABCD', 'А', 'Ａ', None, ['A'], 0, float('nan')])
