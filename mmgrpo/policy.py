@@ -8,12 +8,12 @@ __all__ = ['TAGS', 'ENDS', 'ROOM', 'VISUAL_HEAD', 'legal_table', 'word_logps', '
            'letters_from_tokenizer', 'RolloutLimits', 'example_tokenizer', 'Projection', 'projection', 'side_by_side',
            'DecodeState', 'places_of', 'spread', 'gather', 'attend', 'DecodeLayer', 'decode_layer', 'layer_step',
            'encode', 'token_bits', 'check_pictures', 'padded', 'teacher_hidden', 'start_decoding', 'decode_step',
-           'embed_tokens', 'select_rows', 'adapter_config', 'add_adapter', 'model_folder', 'load_uniar',
+           'embed_tokens', 'select_rows', 'quietly', 'adapter_config', 'add_adapter', 'model_folder', 'load_uniar',
            'tensors_digest', 'UniARModules', 'UniARFiles', 'UniARPolicy', 'prompt_text', 'make_prompt',
            'AdapterSettings', 'example_policy', 'example_prompt']
 
 # %% ../nbs/09_policy.ipynb #imports
-import contextlib, hashlib, importlib.resources, json, re, typing
+import contextlib, hashlib, importlib.resources, json, re, typing, warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors.torch import save as safetensors_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 from transformers.cache_utils import DynamicCache
 
 from .core import Prompt, Rollout, pack_bits, stream, unpack_bits
@@ -509,6 +510,18 @@ def select_rows(
 # %% ../nbs/09_policy.ipynb #adapter
 VISUAL_HEAD = 'output_layer_vistok'
 
+@contextlib.contextmanager
+def quietly():
+    "No progress bars and no notes about the libraries' own future, for as long as the block lasts."
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', FutureWarning)
+            yield
+    finally:
+        if bars: transformers_logging.enable_progress_bar()
+
 def adapter_config(
     settings, # lora_rank, lora_alpha, lora_targets, train_visual_head
 ) -> LoraConfig:
@@ -528,8 +541,8 @@ def add_adapter(
         folder = Path(settings.initial_adapter)
         if not (folder / 'adapter_config.json').is_file():
             raise FileNotFoundError(f'model.initial_adapter: {settings.initial_adapter!r} holds no adapter_config.json')
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
-    with torch.random.fork_rng(devices=[]):
+        with quietly(): return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    with quietly(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(model, adapter_config(settings))
 
@@ -548,7 +561,8 @@ def load_uniar(
     dtype:torch.dtype=torch.float32, # of the weights
 ) -> UniARForConditionalGeneration: # in eval mode
     "Read a model, refusing weights that are missing, left over or of another shape."
-    model, report = UniARForConditionalGeneration.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    with quietly():
+        model, report = UniARForConditionalGeneration.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     unread = {name for name in report['missing_keys'] if not name.endswith(('bsq.basis', 'bsq.group_basis'))}
     wrong = sorted(unread | set(report['unexpected_keys']) | {str(m) for m in report['mismatched_keys']})
     if wrong: raise ValueError(f'{folder}: weights do not fit config.json: {wrong[:4]}')

@@ -46,7 +46,7 @@ def show_picture(
     return ax
 
 # %% ../nbs/02_viz.ipynb #quarter
-RIGHT, WRONG, INVALID = '#2a9d4a', '#c0392b', '#9a9a9a' # rewarded; legal but wrong; not legal
+RIGHT, WRONG, INVALID = '#2ca02c', '#ff7f0e', '#7f7f7f' # rewarded; legal but wrong; not legal
 LETTERS = 'ABCD' # of the pieces, in reading order
 
 

@@ -1,14 +1,17 @@
 "The sampler: exact against an enumerated toy, and against a real model in all the ways that batching could go wrong."
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import mmgrpo.policy
 from mmgrpo.core import Prompt, Rollout, uniforms
-from mmgrpo.policy import AdapterSettings, Fed, Hidden, RolloutLimits, collate, example_policy, example_prompt
+from mmgrpo.policy import (AdapterSettings, Fed, Hidden, RolloutLimits, collate, decode_step, example_policy, example_prompt,
+                           load_uniar, pad_prompts, start_decoding)
 from mmgrpo.rollout import GRPORolloutController, Tokens, advance, cut_segments, machine
 from mmgrpo.score import PolicyScorer, logp_gap
 from mmgrpo.uniar import rope_positions
@@ -332,3 +335,26 @@ def test_any_depth_of_the_visual_stack(depth):
     batch = collate([(g.prompt, r) for g in groups for r in g.rollouts])
     with policy.sampling(): scored = PolicyScorer(policy)(batch)
     assert scored.visual_mask.any() and torch.allclose(scored.logps, batch.logps, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', ['uniar_decoder', 'uniar_linear'])
+def test_decoding_layers_give_what_the_original_code_wrote(name):
+    "Bit logits step by step for given codes, and greedy codes, from checkpoints of the original code (three levels, merged patches)."
+    folder = Path(__file__).parent / 'golden' / name
+    model, want = load_uniar(folder), load_file(folder / 'expected.safetensors')
+    real, image = want['gen.attention_mask'].bool(), model.config.image_token_id
+    ids = [row[:7][keep[:7]] for row, keep in zip(want['gen.input_ids'], real)]
+    prompts = pad_prompts([Prompt(str(i), x, torch.arange(len(x)).expand(3, -1), torch.zeros(0, 1, dtype=torch.uint8), ()) for i, x in enumerate(ids)], 0)
+    start = torch.tensor([len(x) for x in ids])
+    def draw(codes):
+        state, logits = start_decoding(model, prompts, 1), []
+        for t in range(4):
+            logits.append(model.vision_logits(state.visual))
+            bits = (logits[-1] > 0) if codes is None else codes[:, t].flatten(1)
+            place = start + torch.stack([torch.zeros(2, dtype=torch.int64), torch.full((2,), t // 2), torch.full((2,), t % 2)])
+            state = decode_step(model, state, Fed(torch.full((2,), image), bits.to(torch.uint8), torch.ones(2, dtype=torch.bool), place), True)
+        return torch.stack(logits, 1).view(want['gen.codes'].shape)
+    with torch.no_grad():
+        zero, one = want['gen.bit_logits'].unbind(-1)
+        assert (draw(want['gen.codes']) - (one - zero)).abs().max() < 2e-5
+        if 'greedy.codes' in want: assert torch.equal((draw(None) > 0).to(torch.int8), want['greedy.codes'])
