@@ -6,7 +6,7 @@
 __all__ = ['TAGS', 'task_texts', 'make_tokenizer', 'small_config', 'DrawingLimits', 'new_policy', 'Puzzles', 'batches',
            'stage_batches', 'straight_through', 'picture_loss', 'learning_rate', 'minimise', 'tokenizer_parameters',
            'train_pictures', 'reference_letters', 'words', 'reference_parts', 'tokens_of', 'reference_batch',
-           'reference_loss', 'train_trajectories', 'Held', 'held_out', 'measure', 'weights_digest',
+           'reference_loss', 'train_trajectories', 'Held', 'held_out', 'measure', 'weights_digest', 'current_umask',
            'write_model_folder', 'Reporter', 'check_new', 'run_sft', 'picture_quality']
 
 # %% ../nbs/19_sft.ipynb #imports
@@ -313,6 +313,7 @@ def train_trajectories(
     minimise([p for p in policy.model.parameters() if p.requires_grad], stage, losses, report)
     policy.train(False)
 
+# %% ../nbs/19_sft.ipynb #held
 @dataclass(frozen=True)
 class Held:
     "Validation puzzles and their prompts."
@@ -354,6 +355,12 @@ def weights_digest(folder:Path) -> str: # 64 hex digits
     for name in ('model.safetensors', 'pixel_decoder.safetensors'): digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 
+def current_umask() -> int:
+    "What the process takes away from file modes."
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
 def write_model_folder(
     folder:Path,           # must not exist
     policy:UniARPolicy,
@@ -370,6 +377,7 @@ def write_model_folder(
     (part / 'pixel_decoder.json').write_text(json.dumps(decoder.settings, indent=1) + '\n')
     recipe = recipe | dict(weights_sha256=weights_digest(part))
     (part / 'recipe.json').write_text(json.dumps(recipe, indent=1) + '\n')
+    for file in part.iterdir(): file.chmod(0o666 & ~current_umask())     # safetensors writes 0600 whatever the umask
     os.replace(part, folder)
     return folder
 

@@ -485,7 +485,8 @@ def before_drawn(
     "Where visual tokens are predicted from."
     before = input_ids[:, 1:] == image_token_id
     if (before.sum(1) != n).any():
-        raise ValueError(f'codes has {n} visual tokens a row; input_ids has {before.sum(1).tolist()} after its first id')
+        raise ValueError(f'codes has {n} visual tokens a row; '
+                         f'input_ids has {before.sum(1).tolist()} after its first id')
     return before
 
 # %% ../nbs/07_uniar.ipynb #causal-lm

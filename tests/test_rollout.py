@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import mmgrpo.policy
-from mmgrpo.core import Prompt, Rollout, uniforms
+from mmgrpo.core import Prompt, Rollout, pack_bits, uniforms
 from mmgrpo.policy import (AdapterSettings, Fed, Hidden, RolloutLimits, collate, decode_step, example_policy, example_prompt,
                            load_uniar, pad_prompts, start_decoding)
 from mmgrpo.rollout import GRPORolloutController, Tokens, advance, cut_segments, machine
@@ -114,6 +114,18 @@ def test_frequencies_are_the_probabilities(toy):
     chi2, dof = sum((g - e) ** 2 / e for g, e in zip(got, expected)), len(got) - 1
     assert dof > 30 and chi2 < dof + 4 * math.sqrt(2 * dof), (chi2, dof)
     for r in group.rollouts[:50]: assert abs(float(r.logps.sum()) - math.log(probability[key_of(r)])) < 1e-5
+
+
+def test_frequencies_of_pictures_are_their_probabilities(toy):
+    "Of the rollouts that drew, each of the four pictures as often as it should be: bits have a temperature of their own."
+    policy, _, probability = toy
+    [group] = GRPORolloutController(policy, text_temperature=1.3, visual_temperature=.6).rollouts([toy_prompt()], 4000, key=(0, 1))
+    seen, exact = Counter(key_of(r)[1] for r in group.rollouts), Counter()
+    for (_, bits), p in probability.items(): exact[bits] += p
+    n = sum(seen[bits] for bits in exact if bits)
+    drew = sum(p for bits, p in exact.items() if bits)
+    chi2 = sum((seen[bits] - n * p / drew) ** 2 / (n * p / drew) for bits, p in exact.items() if bits)
+    assert n > 400 and len(exact) == 5 and chi2 < 16.3, (n, chi2)                     # 3 degrees of freedom, one in a thousand
 
 
 def test_a_wrong_temperature_would_be_noticed(toy):
@@ -300,26 +312,34 @@ def test_a_stubborn_model_cannot_break_out(legal_only):
         for i, legal in zip(r.ids.tolist(), r.legal.tolist()): assert legal < 0 or i in r.legal_sets[legal]
 
 
-def test_a_full_precision_adapter_is_not_rounded_away_in_bfloat16():
-    "A small adapter moves what is sampled from a bfloat16 model just as it moves what is scored."
+def test_an_adapter_acts_in_bfloat16_as_well():
+    "There it stands beside the weights; forgotten while decoding, the gap would be ten times as large."
     policy = example_policy(RolloutLimits(), AdapterSettings(lora_rank=4))
     policy.model.to(torch.bfloat16)
     with torch.no_grad():
         for name, p in policy.trainable().items():
-            if 'lora_B' in name: p.copy_(uniforms(('b', name), tuple(p.shape)) * 2e-2)
-    prompts = [example_prompt(policy, i) for i in range(2)]
-    controller = GRPORolloutController(policy)
-    groups = controller.rollouts(prompts, 4, key=(0, 0))
+            if 'lora_B' in name: p.copy_(uniforms(('b', name), tuple(p.shape)) - .5)
+    prompts = [example_prompt(policy, i) for i in range(4)]
+    groups = GRPORolloutController(policy).rollouts(prompts, 4, key=(0, 0))
     batch = collate([(g.prompt, r) for g in groups for r in g.rollouts])
-    with policy.sampling():
-        gaps = logp_gap([batch], [PolicyScorer(policy)(batch)])
-        state = policy.prefill(prompts, 1)
-        fed = Fed(torch.tensor([policy.text_ids[0]] * 2), torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.bool), torch.full((3, 2), 60))
-        moved = policy.step(state, fed, True).hidden
-        with policy.peft.disable_adapter(): bare = policy.step(policy.prefill(prompts, 1), fed, True).hidden
     assert batch.logps.dtype == torch.float32
-    assert gaps['text'].mean < .05 and gaps['visual'].mean < .05
-    assert (moved - bare).abs().max() > .01
+    with policy.sampling():
+        fine = logp_gap([batch], [PolicyScorer(policy)(batch)])
+        with policy.peft.disable_adapter(): bare = logp_gap([batch], [PolicyScorer(policy)(batch)])
+    for kind in ('text', 'visual'): assert fine[kind].mean < .1 * bare[kind].mean, (fine, bare)
+
+
+def test_given_pictures_reach_their_own_rows():
+    "Each row gets another picture, and keeps it when rows before it have finished and were dropped."
+    policy = example_policy(RolloutLimits(max_images=2), seed=3)
+    prompts, G = [example_prompt(policy, i) for i in range(3)], 6
+    pictures = (uniforms(('pictures',), (3 * G, 4, policy.n_bits)) > .5).to(torch.uint8)
+    groups = GRPORolloutController(policy).rollouts(prompts, G, key=(0, 0), pictures=pictures)
+    given = [(r, row) for r, row in zip((r for g in groups for r in g.rollouts), pictures) if r.bits.numel()]
+    assert len(given) > 4 and max(len(r.bits) for r, _ in given) == 8
+    for r, row in given:
+        for s in r.segments:
+            if s.kind == 'visual': assert torch.equal(s.bits, pack_bits(row)) and not s.logps.any()
 
 
 @pytest.mark.parametrize('depth', [0, 2])
