@@ -182,6 +182,7 @@ class Policy(typing.Protocol):
     n_bits:int # bits of a visual token
     device:torch.device # of weights, batches and states
 
+    def train(self, mode:bool=True) -> None: ... # what is frozen stays in eval mode
     def sampling(self) -> typing.ContextManager: ... # eval mode, no gradient; restores modes
     def prefill(self, prompts:Sequence[Prompt], group_size:int): ... # state of P*G rows, a prompt's rows together
     def step(self, state, fed:Fed, draw:bool): ... # next state; draw False: no row will draw again
@@ -190,6 +191,7 @@ class Policy(typing.Protocol):
     def text_head(self, hidden:Tensor) -> Tensor: ... # (M,d) -> (M,V); a state has `.hidden` (R,d)
     def visual_head(self, hidden:Tensor) -> Tensor: ... # (M,d) -> (M,n_bits); a state has `.visual` (R,d)
     def trainable(self) -> dict[str,nn.Parameter]: ... # by name, sorted
+    def parameter_groups(self) -> dict[str,list]: ... # the same by learning rate: 'backbone', 'visual_head'
 
 # %% ../nbs/09_policy.ipynb #tags
 TAGS = dict(think_open='<think>', think_close='</think>', answer_open='<answer>', answer_close='</answer>',
@@ -599,12 +601,12 @@ class UniARModules:
     @contextlib.contextmanager
     def sampling(self):
         "Eval mode and no gradient; puts every module's mode back."
-        modes = [(m, m.training) for m in self.model.modules()]
-        self.train(False)
+        training = [m for m in self.model.modules() if m.training]
+        for m in training: m.training = False
         try:
             with torch.no_grad(): yield
         finally:
-            for m, mode in modes: m.training = mode
+            for m in training: m.training = True
     def trainable(self) -> dict[str,nn.Parameter]:
         "What is trained, by name; a shared parameter once."
         return dict(sorted((n, p) for n, p in self.model.named_parameters() if p.requires_grad))

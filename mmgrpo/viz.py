@@ -159,7 +159,7 @@ def before_after(
     return axes
 
 # %% ../nbs/02_viz.ipynb #boxes
-COLUMNS = 56 # characters in a line of tokens
+COLUMNS = 64 # characters in a line of tokens
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def token_heat(
     ax.add_collection(tiles)
     dark = tiles.to_rgba(tiles.get_array())[:, :3] @ (.3, .6, .1) < .45
     for b, ink in zip(boxes, np.where(dark, 'white', 'black')):
-        ax.text(b.x + b.width / 2, b.y + .5, b.text, color=ink, ha='center', va='center', size=7,
+        ax.text(b.x + b.width / 2, b.y + .5, b.text, color=ink, ha='center', va='center', size=6.5,
                 family='monospace', parse_math=False)
     ax.set(xlim=(0, COLUMNS), ylim=(lines, 0), xticks=[], yticks=[])
     for spine in ax.spines.values(): spine.set_visible(False)

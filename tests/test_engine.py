@@ -23,7 +23,7 @@ class Settings:
     visual_head_lr:float | None = None
     beta1:float = .9
     beta2:float = .95
-    eps:float = 1e-8
+    eps:float = 1.    # so large that a step is in proportion to its gradient
     weight_decay:float = .1
 
 
@@ -75,6 +75,12 @@ def moved(learner:Learner, groups, rules=RULES, **kwargs) -> torch.Tensor:
     return weights(learner) - before
 
 
+def close(found:torch.Tensor, wanted:torch.Tensor) -> None:
+    "Equal but for rounding, measured by the length of what is wanted."
+    assert float(wanted.norm()) > 0
+    assert float((found - wanted).norm()) < 1e-4 * float(wanted.norm())
+
+
 def in_two_ranks(learners, shares, scorers=(None, None)) -> list:
     "One update on each of two ranks; returns their results."
     table, barrier, results = [None, None], threading.Barrier(2), [None, None]
@@ -94,32 +100,34 @@ def in_two_ranks(learners, shares, scorers=(None, None)) -> list:
 def test_micro_batches_are_one_batch(groups, size, reduce):
     rules = replace(RULES, reduce=reduce)
     whole = moved(learner(), groups, rules)
-    torch.testing.assert_close(moved(learner(), groups, replace(rules, micro_batch_rollouts=size)), whole, atol=1e-4, rtol=1e-3)
+    close(moved(learner(), groups, replace(rules, micro_batch_rollouts=size)), whole)
 
 
 @pytest.mark.parametrize('level', ['token', 'bit'])
 def test_the_ratio_level_does_not_change_the_first_step(groups, level):
     rules = replace(RULES, visual=LossRule(ratio_level=level))
-    torch.testing.assert_close(moved(learner(), groups, rules), moved(learner(), groups), atol=1e-4, rtol=1e-3)
+    close(moved(learner(), groups, rules), moved(learner(), groups))
 
 
 def test_the_order_of_groups_does_not_matter(groups):
-    torch.testing.assert_close(moved(learner(), groups[::-1]), moved(learner(), groups), atol=1e-4, rtol=1e-3)
+    close(moved(learner(), groups[::-1]), moved(learner(), groups))
 
 
-def test_a_tied_group_changes_the_normaliser_and_nothing_else(groups):
-    "Adam's first step forgets the scale of a gradient, so leaving the tied group out gives the same step."
-    torch.testing.assert_close(moved(learner(), [groups[0], groups[1], groups[3]]), moved(learner(), groups), atol=1e-4, rtol=1e-3)
+def test_a_tied_group_counts_in_the_normaliser_and_nowhere_else(groups):
+    rules, parts = replace(RULES, visual=LossRule(weight=0.)), [groups[0], groups[1], groups[3]]
     def total(part): return weight_totals(micro_batches(part, RULES), 'token', DistributedContext())['text']
-    assert total(groups) == total(groups[:2] + groups[3:]) + total(groups[2:3])
+    assert total(parts) < total(groups)
+    smooth = dict(weight_decay=0., eps=1e3)
+    close(moved(learner(**smooth), groups, rules), moved(learner(**smooth), parts, rules) * total(parts) / total(groups))
 
 
 def test_two_ranks_are_one(groups):
     alone, both = learner(), [learner(), learner()]
+    before = weights(alone)
     result = execute_actor_update(alone, groups, RULES)
     results = in_two_ranks(both, [groups[0::2], groups[1::2]])
     assert torch.equal(weights(both[0]), weights(both[1])), 'ranks hold the same weights'
-    torch.testing.assert_close(weights(both[0]), weights(alone), atol=1e-4, rtol=1e-3)
+    close(weights(both[0]) - before, weights(alone) - before)
     assert results[0] == results[1], 'and report the same figures'
     assert results[0].stats['visual/n_tokens'] == result.stats['visual/n_tokens']
     assert results[0].loss == pytest.approx(result.loss, abs=1e-6)
@@ -151,7 +159,7 @@ def test_tied_groups_move_nothing_without_a_kl_and_something_with_one(groups):
 
 
 def test_a_kl_pulls_back_to_the_reference(groups):
-    one, rules = learner(weight_decay=0.), replace(RULES, text=LossRule(kl_coef=1.), visual=LossRule(kl_coef=1.))
+    one, rules = learner(weight_decay=0., beta1=0., eps=1e-3), replace(RULES, text=LossRule(kl_coef=1.), visual=LossRule(kl_coef=1.))
     for _ in range(3): moved(one, groups)
     tied = [g.scored([replace(v, reward=1.) for v in g.verdicts]) for g in groups]
     kl = []
@@ -162,10 +170,10 @@ def test_a_kl_pulls_back_to_the_reference(groups):
 
 
 def test_the_head_that_draws_has_its_own_rate(groups):
-    one = learner(visual_head_lr=1e-4, weight_decay=0.)
+    one = learner(visual_head_lr=1e-4, weight_decay=0., eps=1e-8)
     before = {name: p.detach().clone() for name, p in one.policy.trainable().items()}
     execute_actor_update(one, groups, RULES)
-    step = {name: float((p - before[name]).abs().max()) for name, p in one.policy.trainable().items()}
+    step = {name: float((p.detach() - before[name]).abs().max()) for name, p in one.policy.trainable().items()}
     head = {name for name in step if 'output_layer_vistok' in name}
     assert max(step[name] for name in head) == pytest.approx(1e-4, rel=1e-3)       # Adam's first step is the rate
     assert max(step[name] for name in step.keys() - head) == pytest.approx(1e-2, rel=1e-3)

@@ -224,6 +224,15 @@ def test_gate_trips_at_one_percent_of_temperature(world, kind):
     check_gap(bad, **{kind: math.inf, other: 1e-4})
 
 
+def test_gap_is_a_word_and_a_bit(world):
+    "A known shift of every log-prob: half a nat a word, and half a nat shared by the bits of a visual token."
+    policy, pairs = world
+    batch = collate(pairs)
+    with policy.sampling(): scored = PolicyScorer(policy)(batch)
+    gaps = logp_gap([batch], [replace(scored, logps=batch.logps + .5)])
+    assert gaps['text'].mean == pytest.approx(.5, abs=1e-5) and gaps['visual'].mean == pytest.approx(.5 / policy.n_bits, abs=1e-5)
+
+
 def test_gap_over_micro_batches_is_that_of_the_whole(world):
     policy, pairs = world
     batches = [collate(pairs[:5]), collate(pairs[5:])]

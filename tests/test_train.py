@@ -3,6 +3,8 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from mmgrpo.checkpoint import load_checkpoint
 from mmgrpo.config import InputError, make_config, run_directory
 from mmgrpo.score import PolicyScorer
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -307,3 +310,20 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(model, tmp_path):
     oldest, *_, newest = sorted((run_directory(cfg)/'checkpoints').iterdir())
     with pytest.raises(InputError, match='rollback is unsupported'): run(config(model, tmp_path, checkpoint__resume_from=str(oldest)))
     assert run(config(model, tmp_path, checkpoint__resume_from=str(newest)), stop_after_updates=1)[0].endswith(newest.name)
+
+
+# --- two processes
+
+def test_two_processes_are_one(straight, model, tmp_path):
+    "The real command under the real launcher: gradients are added up, the main process writes, all of them speak."
+    raw = config(model, tmp_path, trainer__world_size=2).as_dict()
+    (tmp_path/'run.yaml').write_text(json.dumps(raw))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'mmgrpo.cli']
+    done = subprocess.run([*command, '--config', tmp_path/'run.yaml'], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert sorted(line for line in lines if line.startswith('RL_CHECKPOINT')) == [
+        f'RL_CHECKPOINT_COMPLETE step={n} rank={rank}' for n in (0, 2, 4) for rank in (0, 1)]
+    assert [line for line in lines if 'PROGRESS' in line] == [line for line in straight[2] if 'PROGRESS' in line]
+    one, two = (load_file(Path(output)/'run'/'adapter'/'adapter_model.safetensors') for output in (straight[0].run.output, tmp_path))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-4
