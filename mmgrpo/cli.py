@@ -121,9 +121,8 @@ def train_main(
     "Train with GRPO, or go on with a run that was stopped."
     parser = make_parser('mmgrpo_train', 'Train with GRPO. Start the same command again to go on with a run.', """\
   mmgrpo_train --config configs/quickstart.yaml
-  mmgrpo_train --config configs/quickstart.yaml --set run.name=hot --set rollout.text_temperature=1.2
-  mmgrpo_train --config configs/quickstart.yaml --stop-after-updates 10
-  torchrun --standalone --nproc_per_node 2 -m mmgrpo.cli --config configs/quickstart.yaml --set trainer.world_size=2""")
+  mmgrpo_train --config configs/quickstart.yaml --set run.name=hot --set rollout.text_temperature=1.5
+  mmgrpo_train --config configs/quickstart.yaml --stop-after-updates 10""")
     parser.add_argument('--stop-after-updates', metavar='N', type=at_least_one,
                         help='pause after N more successful updates; the same command goes on')
     return run_command(parser, argv, _train)

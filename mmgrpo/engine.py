@@ -365,7 +365,8 @@ def execute_actor_update(
     totals = weight_totals(batches, rules.reduce, context)
     learner.optimizer.zero_grad(set_to_none=True)
     policy.train(True)
-    try: mine = [backward(learner, batch, rules, totals, with_reference) for batch in batches]
+    score = lambda: [backward(learner, batch, rules, totals, with_reference) for batch in batches]
+    try: mine = context.gather_stage('update', score)
     finally: policy.train(False)
     gap = logp_gap([batch.tokens for batch in batches], [result.scored for result in mine])
     everyone = context.all_gather_object(([replace(result, scored=None) for result in mine], gap))

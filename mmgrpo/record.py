@@ -214,7 +214,7 @@ class RunDirectory:
     def publish(self, name, fill, extra): return _publish(self, name, fill, extra)
     def finish(self, summary): _finish(self, summary)
 
-
+# %% ../nbs/15_record.ipynb #open
 def _open(
     kind:type[RunDirectory], # what to make
     cfg:Config, # decides where the run lies

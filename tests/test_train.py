@@ -103,6 +103,7 @@ def test_a_pause_changes_nothing(straight, model, tmp_path):
     mine, wanted = tree(cfg), straight[1]
     checkpoints = {name for name in mine.keys() ^ wanted.keys() if name.startswith('checkpoints/')}
     assert mine.keys() ^ wanted.keys() == checkpoints, 'where a run paused there may be a checkpoint more'
+    assert load_checkpoint(run_directory(cfg)/'checkpoints'/'update-000003-attempt-000003').permanent is False
     same(*({k: v for k, v in files.items() if k not in checkpoints and 'MANIFEST' not in k} for files in (mine, wanted)))
     assert curves(cfg) == curves(straight[0]), 'each point once'
 

@@ -14,9 +14,10 @@ def collect(run:Path) -> None:
     "Keep what a run reports of itself, under the name of its seed."
     summary, config = (json.loads((run / name).read_text()) for name in ('summary.json', 'config.json'))
     config = config.get('config', config)
-    kept = dict(seed=config['run']['seed'], config=config, summary={k: v for k, v in summary.items() if k != 'timing'})
+    seed, config = config['run']['seed'], {k: v for k, v in config.items() if k != 'run'}     # not where it lay
+    kept = dict(seed=seed, config=config, summary={k: v for k, v in summary.items() if k != 'timing'})
     SUMMARIES.mkdir(exist_ok=True)
-    (SUMMARIES / f"seed-{kept['seed']}.json").write_text(json.dumps(kept, indent=1, sort_keys=True) + '\n')
+    (SUMMARIES / f'seed-{seed}.json').write_text(json.dumps(kept, indent=1, sort_keys=True) + '\n')
 
 def percent(found:dict) -> str:
     "An accuracy with its 95 % interval."
