@@ -31,6 +31,7 @@ check-source: $(DEV)   # export in step, notebooks clean, layers and sizes kept
 
 check-readme: $(DEV)
 	$(BIN)/python tools/docs.py --readme --check
+	$(BIN)/python tools/results.py --check
 
 check-notebooks: $(DEV)
 	$(LIMIT) $(BIN)/nbdev_test --flags slow --n_workers 2 --timing

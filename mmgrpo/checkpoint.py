@@ -74,8 +74,8 @@ def save_checkpoint(
     def fill(temp):
         for file, data in files.items(): write_file(temp/file, data, disk)
 
-    extra = {'name': name, 'permanent': bool(permanent), 'reason': reason}
-    return publish_folder(Path(run_dir)/'checkpoints'/name, fill, MANIFEST, extra, disk=disk)
+    path, extra = Path(run_dir)/'checkpoints'/name, {'name': name, 'permanent': bool(permanent), 'reason': reason}
+    return publish_folder(path, fill, MANIFEST, extra, replace=not (path/MANIFEST).exists(), disk=disk)
 
 # %% ../nbs/16_checkpoint.ipynb #load
 def load_checkpoint(

@@ -8,6 +8,8 @@ __all__ = ['EXIT_CODES', 'failure', 'guarded', 'at_least_one', 'HelpFormatter', 
 
 # %% ../nbs/20_cli.ipynb #imports
 import argparse
+import faulthandler
+import signal
 import sys
 import traceback
 from typing import Callable, Optional, Sequence
@@ -130,6 +132,7 @@ def train_main(
 
 def _train(args):
     from mmgrpo.config import load_config
+    if hasattr(signal, 'SIGUSR1'): faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     cfg = load_config(args.config, args.overrides)
     from mmgrpo.trainer import train
     train(cfg, stop_after_updates=args.stop_after_updates)
@@ -140,8 +143,8 @@ def sft_main(
 ) -> int: # exit code
     "Make a warm start: the picture tokenizer, then supervised trajectories."
     parser = make_parser('mmgrpo_sft', 'Make a warm start: picture tokenizer, then supervised trajectories.', """\
-  mmgrpo_sft --config configs/sft.yaml
-  mmgrpo_sft --config configs/sft.yaml --set run.name=again --set run.seed=1""")
+  mmgrpo_sft --config configs/quickstart_sft.yaml
+  mmgrpo_sft --config configs/quickstart_sft.yaml --set run.name=again --set run.seed=1""")
     return run_command(parser, argv, _sft, 'SFTConfig')
 
 

@@ -161,11 +161,13 @@ def rewind_log(
 ) -> list[dict]: # the lines kept
     "Drop what was logged after the checkpoint, and a torn last line."
     path = Path(path)
-    records = read_lines(path)
-    check_order(path, records)
+    records, held = read_lines(path), path.read_bytes() if path.exists() else b''
+    last = check_order(path, records)
+    if 0 < last < attempted and not held.endswith(b'\n'):
+        raise ValueError(f'{path} was cut after update {last}, the checkpoint is of {attempted}: '
+                         'move newer checkpoints away to go on from there')
     kept = [record for record in records if record['attempted'] <= attempted]
-    data = b''.join(map(json_bytes, kept))
-    if path.exists() and path.read_bytes() != data: atomic_write(path, data, disk)
+    if held != (data := b''.join(map(json_bytes, kept))): atomic_write(path, data, disk)
     return kept
 
 
@@ -230,7 +232,8 @@ def _open(
             lock.close()
             return kind(path, True, True)
         resumed = not claim_run_directory(path, cfg, disk)
-        for folder in (path, make_directory(path/'checkpoints', disk)): sweep_temps(folder, disk)
+        make_directory(path/'checkpoints', disk)
+        for folder in filter(Path.is_dir, (path, path/'checkpoints', path/'pictures')): sweep_temps(folder, disk)
         record_config(path, cfg, disk)
         return kind(path, resumed, False, lock, disk)
     except BaseException:

@@ -196,10 +196,11 @@ def remove_directory(
 
 
 def _remove_tree(
-    path:Path, # a directory
+    path:Path, # a directory, or a file or a link
     disk:Disk, # the seam
 ) -> None:
     "Remove a directory with all it holds; links are removed, never followed."
+    if path.is_symlink() or not path.is_dir(): return disk.unlink(path)
     for folder, folders, files in os.walk(path, topdown=False):
         for name in folders + files:
             child = Path(folder)/name
@@ -214,8 +215,7 @@ def sweep_temps(
     "Remove what an earlier process left half done, which is only ever under a temporary name."
     left = sorted(p for p in Path(path).iterdir() if p.name.startswith(TEMP_PREFIX))
     for temp in left:
-        remove = _remove_tree if temp.is_dir() and not temp.is_symlink() else lambda path, disk: disk.unlink(path)
-        with naming(temp, 'sweep'): remove(temp, disk)
+        with naming(temp, 'sweep'): _remove_tree(temp, disk)
     return [temp.name[len(TEMP_PREFIX):-9] for temp in left]
 
 # %% ../nbs/10_storage.ipynb #json

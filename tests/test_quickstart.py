@@ -70,7 +70,12 @@ def test_the_same_command_twice_gives_the_same_bytes(straight, tmp_path):
 
 
 def test_a_stop_in_the_middle_changes_nothing(straight, tmp_path):
-    assert 'RL_PAUSED step=2' in train(tmp_path, '--stop-after-updates', '2')
+    process = start(tmp_path, '--stop-after-updates', '2')
+    for line in process.stdout:
+        if line.startswith('RL_PROGRESS 1/4'): break
+    process.send_signal(signal.SIGUSR1)                                          # shows the stacks, and goes on
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and 'RL_PAUSED step=2' in out and 'most recent call first' in err
     assert not (tmp_path / 'runs' / 'quickstart' / 'adapter').exists()
     train(tmp_path)
     assert content(tmp_path) == content(straight[0])

@@ -32,8 +32,14 @@ TOKEN = re.compile(r"""
   | (?<![\\$\w]) \$ (?=\S) (?P<inline> [^$\n]+? ) (?<=\S) \$ (?![\d$])
   | \[ (?P<text> [^\]]* ) \]\( (?![a-z]+:) (?P<path> [^)\#\s]+ ) (?P<anchor> \#[^)\s]* )? \)
 """, re.S | re.X)
-CALLOUT = re.compile(r'^:::+ *\{\.callout-(\w+)(?: title="([^"]*)")?[^}]*\}\n(.*?)^:::+ *$', re.M | re.S)
 PROMISE = re.compile(r'\A(# .*\n\s*)> (.*)$', re.M)
+LATEX_REPAIRS = (
+    (re.compile(r'\s+'), ' '),
+    (re.compile(r'\\\\\[[\d.]+\w+\]'), r'\\\\'),     # the [2pt] after a row would be printed
+    (re.compile(r'\\(log|exp|min|max)(?![a-zA-Z])(?= *(?!\\[bB]ig)\\?[a-zA-Z])'), r'\\\1\\,'),     # `log x`, not `logx`
+)
+MATH_TEXT = re.compile(r'(<mtext[^>]*>)(.*?)(?=</mtext>)')
+BAR = '<mo stretchy="false">&#x0007C;</mo>'    # would be spaced as in "x | y" around |x| too
 
 
 def page_of(nb:Path) -> str:
@@ -48,11 +54,20 @@ def notebooks() -> list[Path]:
 @cache
 def symbols() -> dict[str, str]:
     "Where each public name that a room exports is defined: `Rollout` -> `core.md#rollout`."
-    modules = runpy.run_path(str(MODIDX))['d']['syms'] if MODIDX.exists() else {}
+    modules = runpy.run_path(str(MODIDX))['d']['syms']
     found = {name.removeprefix(module + '.'): where
              for module, names in modules.items() for name, (where, _) in names.items()}
     return {name: where.split('.html')[0] + '.md#' + name.split('.')[0].lower()
             for name, where in found.items() if not name.startswith('_')}
+
+
+def mathml(latex:str, display:str) -> str:
+    "MathML of an equation, with repairs before and after for what latex2mathml leaves as it is."
+    def escaped(m): return m[1] + m[2].replace('\\_', '_').replace('<', '&lt;').replace('>', '&gt;')
+    for pattern, repaired in LATEX_REPAIRS: latex = pattern.sub(repaired, latex)
+    html = MATH_TEXT.sub(escaped, convert(latex.strip(), display=display))
+    html = html.replace(BAR, BAR.replace('>', ' lspace="0" rspace="0">', 1))
+    return html.replace('_', '&#95;').replace('*', '&#42;')     # Markdown would read them as emphasis
 
 
 class Site:
@@ -76,26 +91,25 @@ class Site:
         return f"[{m['text']}]({url}{m['anchor'] or ''})" if url else m['text']
 
     def name(self, m) -> str:
+        "A room's names link to their source; on other pages a word such as `swapped` is more often a metric."
+        if self.source.parent != NBS: return m['code']
         where = symbols().get(m['code'].strip('`').removesuffix('()'))
         heading = m.string[m.string.rfind('\n', 0, m.start()) + 1] == '#'
         return f"[{m['code']}]({self.up}{where})" if where and not heading else m['code']
 
     def math(self, m) -> str:
-        html = convert(m['block'] or m['inline'], display='block' if m['block'] else 'inline')
-        return html.replace('_', '&#95;').replace('*', '&#42;')     # Markdown would read them as emphasis
+        "The span keeps an equation that begins a line in its paragraph, where `math` alone would end it."
+        if m['block']: return f'<div class="equation">{mathml(m["block"], "block")}</div>'
+        return f'<span>{mathml(m["inline"], "inline")}</span>'
 
     def token(self, m) -> str:
         return self.name(m) if m['code'] else self.link(m) if m['path'] else self.math(m)
-
-    def callout(self, m) -> str:
-        title = f' "{m[2]}"' if m[2] else ''
-        return f'!!! {m[1]}{title}\n\n' + re.sub('^', '    ', m[3].strip(), flags=re.M) + '\n'
 
     def promise(self, m) -> str: return f'{m[1]}<p class="lead" markdown="span">{m[2]}</p>'
 
     def prose(self, text:str) -> str:
         "Everything that differs from the notebook's Markdown; fenced code stays as it is."
-        text = CALLOUT.sub(self.callout, PROMISE.sub(self.promise, text))
+        text = PROMISE.sub(self.promise, text)
         return ''.join(p if i % 2 else TOKEN.sub(self.token, p) for i, p in enumerate(FENCE.split(text)))
 
     def heading(self, names:list[str]) -> str:
@@ -113,7 +127,7 @@ class Site:
 
 
 class Readme(Site):
-    "The same for a reader of the repository: links to files, `$` mathematics and alerts, which the forge renders."
+    "The same for a reader of the repository: links to files, and `$` mathematics, which the forge renders."
     images = DOCS / 'img'
 
     def __init__(self, check:bool):
@@ -128,10 +142,6 @@ class Readme(Site):
     def name(self, m) -> str: return m[0]
     def math(self, m) -> str: return m[0]
     def promise(self, m) -> str: return f'{m[1]}{m[2]}'
-    def callout(self, m) -> str:
-        title = f'**{m[2]}.** ' if m[2] else ''
-        return f'> [!{m[1].upper()}]\n' + re.sub('^', '> ', title + m[3].strip(), flags=re.M)
-
     def heading(self, names:list[str]) -> str: return ''
     def result(self, text:str) -> str: return f'```text\n{text.rstrip()}\n```'
     def caption(self, text:str) -> str: return f'\n\n*{text}*'

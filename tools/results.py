@@ -69,6 +69,9 @@ runs left in `docs/results`; `make test` fails if it says anything else.
 
 {learning(runs)}
 
+What is learnt: the references of the warm start misread the drawn letter in {recipe['config']['data']['misread_frac']:.0%} of the cases and so taught the policy to doubt what it
+sees. Rewards take that doubt away; what it draws, and so its greedy answers, stay as good as they were.
+
 Run it yourself: `make train` is seed 0; another seed is `mmgrpo_train --config configs/quickstart.yaml --set run.seed=1 --set run.name=seed-1`.
 
 ## Does the policy look at what it draws?
