@@ -123,11 +123,12 @@ def grey(
 # %% ../nbs/17_evaluate.ipynb #puzzles
 def reference_texts(
     tokenizer, # of `transformers`
-    puzzle:Puzzle, # what is said of it
+    gap:int, # the quarter that is missing; 0..3
+    letter:str, # read off the picture, and answered
 ) -> tuple[list[int],...]: # ids of plan, reading and answer
-    "The words of a perfect completion; the picture comes after the plan."
-    parts = (f'<think>{plan_text(puzzle.gap)}</think><|vision_start|>',
-             f'<|vision_end|><think>{readback_text(puzzle.gold)}</think>', f'<answer>{puzzle.gold}</answer><|im_end|>')
+    "The words of a completion; the picture comes after the plan."
+    parts = (f'<think>{plan_text(gap)}</think><|vision_start|>',
+             f'<|vision_end|><think>{readback_text(letter)}</think>', f'<answer>{letter}</answer><|im_end|>')
     return tuple(tokenizer.encode(part, add_special_tokens=False) for part in parts)
 
 
@@ -141,7 +142,7 @@ def cache_rows(
     questions = encode_pictures(policy, [p.question for p in puzzles]).numpy()
     solutions = encode_pictures(policy, [p.solution for p in puzzles]).numpy()
     return [CacheRow(p.sample_id, split, p.gold, p.question, p.solution, like.ids, like.positions.numpy(), question,
-                     solution, reference_texts(policy.tokenizer, p))
+                     solution, reference_texts(policy.tokenizer, p.gap, p.gold))
             for p, question, solution in zip(puzzles, questions, solutions)]
 
 

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['TAGS', 'task_texts', 'make_tokenizer', 'small_config', 'DrawingLimits', 'new_policy', 'Puzzles', 'batches',
            'stage_batches', 'straight_through', 'picture_loss', 'learning_rate', 'minimise', 'tokenizer_parameters',
-           'train_pictures', 'reference_letters', 'words', 'reference_parts', 'tokens_of', 'reference_batch',
-           'reference_loss', 'train_trajectories', 'Held', 'held_out', 'measure', 'weights_digest', 'current_umask',
-           'write_model_folder', 'Reporter', 'check_new', 'run_sft', 'picture_quality']
+           'train_pictures', 'reference_letters', 'words', 'reference_parts', 'reference_batch', 'reference_loss',
+           'train_trajectories', 'Held', 'held_out', 'measure', 'weights_digest', 'current_umask', 'write_model_folder',
+           'Reporter', 'check_new', 'run_sft', 'picture_quality']
 
 # %% ../nbs/19_sft.ipynb #imports
 import hashlib
@@ -31,7 +31,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from .config import InputError, SFTConfig, run_directory
-from .core import Prompt, Segment, pack_bits, stream, unpack_bits
+from .core import Prompt, Segment, stream, unpack_bits
+from .evaluate import encode_pictures, reference_texts
 from .pixels import PixelDecoder, preprocess, psnr
 from .policy import UniARPolicy, collate, make_prompt, prompt_text
 from .puzzle import LETTERS, QUESTION, Puzzle, make_puzzle, plan_text, readback_text
@@ -241,23 +242,13 @@ def reference_parts(
     letter:str,    # read and answered
 ) -> tuple[Segment, ...]: # text, picture, text
     "A plan, a picture, what it shows, the answer."
-    write = lambda text: policy.tokenizer.encode(text, add_special_tokens=False)
+    plan, reading, answer = reference_texts(policy.tokenizer, gap, letter)
     ids = torch.full((len(bits),), policy.protocol.image_token)
     picture = Segment('visual', ids, torch.zeros(len(bits)), torch.full_like(ids, -1), 1., 'exact', bits,
                       policy.protocol.grid)
-    return (words(write(f'<think>{plan_text(gap)}</think><|vision_start|>')), picture,
-            words(write(f'<|vision_end|><think>{readback_text(letter)}</think><answer>{letter}</answer><|im_end|>')))
+    return words(plan), picture, words(reading + answer)
 
 # %% ../nbs/19_sft.ipynb #batch
-def tokens_of(
-    policy:UniARPolicy,
-    pictures:Sequence[np.ndarray], # (H, W, 3) uint8, all of one size
-) -> Tensor: # (pictures, tokens, bytes) packed
-    "The bits of several pictures."
-    vision = policy.model.config.vision_config
-    values, grid = preprocess(pictures, vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-    return pack_bits(policy.model.image_bits(values, grid).flatten(1)).unflatten(0, (len(pictures), -1))
-
 def reference_batch(
     policy:UniARPolicy,
     machine,                   # of the rollout controller
@@ -266,8 +257,8 @@ def reference_batch(
     template:Prompt,           # any prompt of the task: its words and positions are those of all
 ):
     "References of a batch of puzzles, as a `TokenBatch`."
-    shown = tokens_of(policy, [p.question for p in puzzles])
-    drawn = tokens_of(policy, [p.completed(letter) for p, (letter, _) in zip(puzzles, letters)])
+    shown = encode_pictures(policy, [p.question for p in puzzles])
+    drawn = encode_pictures(policy, [p.completed(letter) for p, (letter, _) in zip(puzzles, letters)])
     pairs = []
     for puzzle, (_, read), question, picture in zip(puzzles, letters, shown, drawn):
         prompt = Prompt(puzzle.sample_id, template.ids, template.positions, question, template.grids)
@@ -337,7 +328,7 @@ def measure(
     "Greedy and sampled accuracy, valid share and right bits of the drawing, on unseen photographs."
     controller, figures = GRPORolloutController(policy), {}
     verifier = VisualJigsawABCDVerifier(policy.protocol, policy.letters)
-    wanted = tokens_of(policy, [p.solution for p in held.puzzles])
+    wanted = encode_pictures(policy, [p.solution for p in held.puzzles])
     for name, greedy in (('greedy', True), ('sampled', False)):
         groups = controller.rollouts(held.prompts, 1, ('held-out', seed), greedy=greedy)
         verdicts = [verifier(g.rollouts[0], p.gold) for g, p in zip(groups, held.puzzles)]
@@ -439,7 +430,7 @@ def picture_quality(
     held:Held,
 ) -> float: # dB, mean over the held-out solutions
     "How well unseen pictures survive tokenise, bits, decode."
-    bits = unpack_bits(tokens_of(policy, [p.solution for p in held.puzzles]).flatten(0, 1), policy.n_bits)
+    bits = unpack_bits(encode_pictures(policy, [p.solution for p in held.puzzles]).flatten(0, 1), policy.n_bits)
     grid = policy.protocol.grid
     drawn = bits.view(len(held.puzzles), -1, policy.n_bits)
     return float(np.mean([psnr(decoder.draw(b, grid), p.solution) for b, p in zip(drawn, held.puzzles)]))
