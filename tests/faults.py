@@ -1,5 +1,4 @@
 """A warm process that forks the real `mmgrpo_train` on a tiny model, one child a trial, and kills it, denies it the disk, or lets it end."""
-import errno
 import json
 import os
 import signal
@@ -226,9 +225,6 @@ def curves(run) -> dict:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(str(run/'tensorboard'), size_guidance=dict(scalars=0)).Reload()
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()['scalars'] if not tag.startswith('timing/')}
-
-
-def errno_of(name) -> int: return getattr(errno, name)
 
 
 if __name__ == '__main__': serve(Path(sys.argv[1]))

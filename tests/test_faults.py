@@ -240,15 +240,13 @@ def test_the_command_refuses_what_was_tampered_with(trials, straight, paused, tm
 
 
 def test_a_checkpoint_without_a_manifest_never_happened(trials, straight, paused, tmp_path):
+    "As after a copy that was broken off: the run goes on from the one before, and makes it again."
     run = copied(paused, tmp_path)
-    *_, older, newest = checkpoints(run)
-    (newest/'MANIFEST').unlink()
+    *_, newest = checkpoints(run)
+    for name in ('MANIFEST', 'state.json'): (newest/name).unlink()
     life = trials.live(run)
-    if life.code == 0:
-        assert life.start == load_checkpoint(older).state['attempted']
-        return goes_on(trials, straight, run, 'lost manifest')
-    assert str(newest) in life.err, life.err
-    shutil.rmtree(newest)
+    follows(life, straight)
+    assert (life.code, life.start) == (0, PAUSE - 1), life.err
     goes_on(trials, straight, run, 'lost manifest')
 
 
@@ -331,6 +329,16 @@ def test_modes_follow_the_umask(trials, straight, tmp_path):
         assert new and not wrong
         seen |= new
     goes_on(trials, straight, run, 'umask')
+
+
+def test_what_lies_elsewhere_is_left_alone(trials, straight, paused, tmp_path):
+    "Curves behind a link are written anew in the run; whatever is at the other end stays."
+    run, elsewhere = copied(paused, tmp_path), tmp_path/'elsewhere'
+    (run/'tensorboard').rename(elsewhere)
+    (run/'tensorboard').symlink_to(elsewhere)
+    before = files(elsewhere)
+    goes_on(trials, straight, run, 'link')
+    assert files(elsewhere) == before
 
 
 def test_a_copy_goes_on(trials, straight, paused, tmp_path):

@@ -34,11 +34,11 @@ def learning(runs:list[dict]) -> str:
         s = run['summary']
         [split] = s['validation_final']
         before, after, change = s['validation_start'][split], s['validation_final'][split], s['validation_change'][split]
-        gain = f"+{change['sampled/gain']:.1%} [{change['sampled/gain_low']:.1%}, {change['sampled/gain_high']:.1%}]"
+        gain = '{:+.1f} [{:.1f}, {:.1f}]'.format(*(100 * change[f'sampled/gain{end}'] for end in ('', '_low', '_high')))
         greedy = f"{before['greedy']['accuracy']:.1%} → {after['greedy']['accuracy']:.1%} (p = {change['greedy/p']:.2g})"
         rows.append([str(run['seed']), percent(before['sampled']), percent(after['sampled']), gain, greedy,
                      f"{s['reward_first10']:.3f} → {s['reward_last10']:.3f}", f"{after['sampled']['valid_frac']:.1%}"])
-    return table(['seed', 'sampled, before', 'sampled, after', 'gain', 'greedy (exact McNemar)', 'mean reward, first → last ten updates',
+    return table(['seed', 'sampled, before', 'sampled, after', 'gain, points', 'greedy (exact McNemar)', 'mean reward, first → last ten updates',
                   'valid'], rows)
 
 def looking(runs:list[dict]) -> str:
@@ -65,7 +65,7 @@ runs left in `docs/results`; `make test` fails if it says anything else.
 ## Reinforcement learning
 
 {updates} updates, {len(runs)} seeds. Measured on {n} puzzles cut from photographs that neither the warm start nor the training has seen,
-{k} samples a puzzle at the training temperature, 95 % intervals over puzzles; chance is 25 %. Mean gain: {fmean(gains):.1%}.
+{k} samples a puzzle at the training temperature, 95 % intervals over puzzles; chance is 25 %. Mean gain: {100 * fmean(gains):.1f} points.
 
 {learning(runs)}
 

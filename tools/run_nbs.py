@@ -35,6 +35,7 @@ def run(path:Path) -> Path:
             if skipped(cell, directives[cell.id], flags): continue
             shell.cell(cell)
             if shell.exc: raise SystemExit(f'cell `{cell.id}`: {shell.prettytb(fname=path.name)}')
+            cell['outputs'] = [o for o in cell['outputs'] if o.get('name') != 'stderr']     # bars and clocks
     clean_nb(nb)
     write_nb(nb, path)
     return path
