@@ -565,5 +565,6 @@ def config_table(
     rows = config_rows(kind)
     if markdown:
         head = ['| field | default | legal | what it is |', '|---|---|---|---|']
-        return '\n'.join(head + [f'| `{path}` | `{default}` | {what} | {why} |' for path, default, what, why in rows]).replace('<', '&lt;')
+        lines = [f'| `{path}` | `{default}` | {what} | {why} |' for path, default, what, why in rows]
+        return '\n'.join(head + lines).replace('<', '&lt;')  # a tag in a text is no HTML
     return '\n'.join(f'{path} = {default}\n    {why}\n    legal: {what}' for path, default, what, why in rows)
