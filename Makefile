@@ -2,6 +2,7 @@
 # make test      everything that CI checks
 # make docs      the site, in _docs/
 # make notebooks run the notebooks and keep their outputs
+# make torture   the fault tests at their nightly size: about an hour
 # make export    write mmgrpo/*.py and README.md from the notebooks
 # make pins      write constraints.txt from this environment
 # make clean     remove what was built (not the environment, not the runs)
@@ -13,7 +14,7 @@ DEV := .venv/.stamp-dev
 SOURCE_TESTS := tests/test_export.py tests/test_layers.py tests/test_shape.py
 LIMIT := $(if $(shell command -v timeout),timeout 1500)
 
-.PHONY: train test check-source check-notebooks check-package check-readme docs notebooks export pins clean
+.PHONY: train test torture check-source check-notebooks check-package check-readme docs notebooks export pins clean
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
 
@@ -38,6 +39,9 @@ check-notebooks: $(DEV)
 
 check-package: $(DEV)
 	$(BIN)/python -m pytest -q tests $(SOURCE_TESTS:%=--ignore=%)
+
+torture: $(DEV)
+	MMGRPO_TORTURE=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_faults.py
 
 docs: $(DEV)
 	$(BIN)/python tools/docs.py

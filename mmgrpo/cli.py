@@ -48,8 +48,8 @@ def guarded(
 # %% ../nbs/20_cli.ipynb #parser
 EXIT_CODES = """
 exit codes:
-  0    finished, paused as asked, or already complete
-  1    the run failed; the same command goes on from its last checkpoint
+  0    finished; a training run also when it was paused as asked, or is already complete
+  1    failed; a training run goes on from its last checkpoint with the same command
   2    bad input: command line, config, or a file missing or damaged
   130  interrupted
 """

@@ -334,6 +334,9 @@ def run_contradictions(
         yield f'scheduler.warmup_updates: {warmup} is above trainer.max_updates, {trainer.max_updates}'
     if not cfg.loss.text_weight and not cfg.loss.visual_weight:
         yield 'loss.text_weight: 0 beside loss.visual_weight 0 leaves nothing to train; one of them above 0'
+    for kind in ('text', 'visual'):
+        if getattr(cfg.loss, f'kl_coef_{kind}') and not getattr(cfg.loss, f'{kind}_weight'):
+            yield f'loss.kl_coef_{kind}: has no effect beside loss.{kind}_weight 0, which multiplies it; 0 as well'
 
 # %% ../nbs/01_config.ipynb #legal
 def legal(

@@ -364,7 +364,7 @@ def execute_actor_update(
     batches = micro_batches(groups, rules, policy.device)
     totals = weight_totals(batches, rules.reduce, context)
     learner.optimizer.zero_grad(set_to_none=True)
-    policy.train(True)
+    policy.train(False)                    # scored as sampled: without dropout, whatever the adapter says
     score = lambda: [backward(learner, batch, rules, totals, with_reference) for batch in batches]
     try: mine = context.gather_stage('update', score)
     finally: policy.train(False)

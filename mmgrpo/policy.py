@@ -8,9 +8,9 @@ __all__ = ['TAGS', 'ENDS', 'ROOM', 'VISUAL_HEAD', 'legal_table', 'word_logps', '
            'letters_from_tokenizer', 'RolloutLimits', 'example_tokenizer', 'Projection', 'projection', 'side_by_side',
            'DecodeState', 'places_of', 'spread', 'gather', 'attend', 'DecodeLayer', 'decode_layer', 'layer_step',
            'encode', 'token_bits', 'check_pictures', 'padded', 'teacher_hidden', 'start_decoding', 'decode_step',
-           'embed_tokens', 'select_rows', 'quietly', 'adapter_config', 'add_adapter', 'model_folder', 'load_uniar',
-           'tensors_digest', 'UniARModules', 'UniARFiles', 'UniARPolicy', 'prompt_text', 'make_prompt',
-           'AdapterSettings', 'example_policy', 'example_prompt']
+           'embed_tokens', 'select_rows', 'quietly', 'adapter_config', 'check_adapter', 'add_adapter', 'model_folder',
+           'load_uniar', 'tensors_digest', 'UniARModules', 'shapes', 'UniARFiles', 'UniARPolicy', 'prompt_text',
+           'make_prompt', 'AdapterSettings', 'example_policy', 'example_prompt']
 
 # %% ../nbs/09_policy.ipynb #imports
 import contextlib, hashlib, importlib.resources, json, re, typing, warnings
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -441,7 +442,7 @@ def teacher_hidden(
     last = prompts.mask.sum(1) - 1
     return Hidden(*(torch.cat([f[rows, last[rows]][:, None], r[:, :-1]], 1) for f, r in zip(first, rest)))
 
-# %% ../nbs/09_policy.ipynb #decode
+
 ROOM = 32 # tokens of room that a cache starts with; it doubles when full
 
 def start_decoding(
@@ -533,6 +534,18 @@ def adapter_config(
                       target_modules=rf'model\.language_model\.layers\.\d+\.\w+\.({names})',
                       modules_to_save=[VISUAL_HEAD] if settings.train_visual_head else None)
 
+# %% ../nbs/09_policy.ipynb #add-adapter
+def check_adapter(
+    folder:Path, # of PEFT
+    settings, # the `model` section
+) -> None: # raises ValueError, one line
+    "Refuse an adapter that is not what the config describes."
+    held, wanted = LoraConfig.from_pretrained(str(folder)), adapter_config(settings)
+    for name in ('r', 'lora_alpha', 'modules_to_save', 'lora_dropout', 'use_dora', 'lora_bias'):
+        is_, asked = (getattr(config, name) or None for config in (held, wanted))
+        if is_ == asked: continue
+        raise ValueError(f'model.initial_adapter: {folder} has {name} {is_}, the config asks for {asked}')
+
 def add_adapter(
     model:UniARForConditionalGeneration, # changed in place
     settings, # initial_adapter, and what `adapter_config` reads
@@ -543,10 +556,18 @@ def add_adapter(
         folder = Path(settings.initial_adapter)
         if not (folder / 'adapter_config.json').is_file():
             raise FileNotFoundError(f'model.initial_adapter: {settings.initial_adapter!r} holds no adapter_config.json')
-        with quietly(): return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        check_adapter(folder, settings)
+        with quietly(): peft = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        with safe_open(folder / 'adapter_model.safetensors', 'pt') as file: names = set(file.keys())
+        if strange := names ^ set(get_peft_model_state_dict(peft)):     # PEFT itself only warns
+            raise ValueError(f'model.initial_adapter: {folder} is not for this model: {sorted(strange)[0]}')
+        return peft
     with quietly(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(model, adapter_config(settings))
+        try: return get_peft_model(model, adapter_config(settings))
+        except ValueError as error:
+            targets = list(settings.lora_targets)
+            raise ValueError(f'model.lora_targets: {targets} match no layer of the backbone') from error
 
 # %% ../nbs/09_policy.ipynb #load-model
 def model_folder(
@@ -555,7 +576,11 @@ def model_folder(
     "Where a model lies, or a clear refusal."
     shipped = Path(str(importlib.resources.files('mmgrpo') / 'assets'))
     folder = shipped / path.removeprefix('builtin:') if path.startswith('builtin:') else Path(path)
-    if not (folder / 'config.json').is_file(): raise FileNotFoundError(f'model.path: {path!r} holds no config.json')
+    for names in (('config.json',), ('model.safetensors', 'model.safetensors.index.json')):
+        if not any((folder / name).is_file() for name in names):
+            raise FileNotFoundError(f'model.path: {path!r} holds no {names[0]}')
+    kind = json.loads((folder / 'config.json').read_text()).get('model_type')
+    if kind != 'uniar': raise ValueError(f'model.path: {path!r} is a model of type {kind!r}; uniar is what is read')
     return folder
 
 def load_uniar(
@@ -617,6 +642,12 @@ class UniARModules:
         return groups
 
 # %% ../nbs/09_policy.ipynb #uniar-files
+def shapes(
+    tensors:Mapping[str,Tensor], # by name
+) -> set[tuple]: # (name, shape) of each
+    "What must be equal before one set of weights is copied over another."
+    return {(name, tuple(t.shape)) for name, t in tensors.items()}
+
 class UniARFiles(UniARModules):
     "What is written of a policy, what is read back, and fingerprints of the rest."
     base_digest:str|None = None # of the frozen weights as they were loaded
@@ -625,7 +656,7 @@ class UniARFiles(UniARModules):
     def load_trainable(self, state:Mapping[str,Tensor]) -> None:
         "Copy a checkpoint's tensors into the parameters."
         mine = self.trainable()
-        if wrong := set(mine) ^ set(state):
+        if wrong := shapes(mine) ^ shapes(state):
             raise ValueError(f'checkpoint: tensors are not those trained here: {sorted(wrong)[:4]}')
         for name, p in mine.items(): p.copy_(state[name])
     def adapter_files(self) -> dict[str,bytes]:
@@ -671,6 +702,7 @@ class UniARPolicy(UniARFiles):
         folder = model_folder(settings.path)
         model = load_uniar(folder, dtype).requires_grad_(False)
         digest = tensors_digest(model.state_dict())
+        model.output_layer_vistok.float()      # it may be trained, and a step of bfloat16 rounds away
         policy = cls(model, AutoTokenizer.from_pretrained(folder), rollout, add_adapter(model, settings, seed))
         policy.model.to(device)
         policy.base_digest = digest

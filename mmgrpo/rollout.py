@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SYMBOLS', 'DROP_SHARE', 'grammar', 'Machine', 'symbol_ids', 'legal_ids', 'machine', 'advance', 'draw_words',
            'draw_bits', 'Noise', 'rollout_noise', 'Lanes', 'lane_positions', 'next_lanes', 'Drawn', 'Sampling',
-           'draw_step', 'Record', 'empty_record', 'Tokens', 'cut_segments', 'first_lanes', 'decode', 'repeats',
-           'rollouts_of', 'check_temperatures', 'GRPORolloutController', 'teacher_states', 'teacher_rollout']
+           'finite', 'draw_step', 'Record', 'empty_record', 'Tokens', 'cut_segments', 'first_lanes', 'decode',
+           'repeats', 'rollouts_of', 'check_temperatures', 'GRPORolloutController', 'teacher_states', 'teacher_rollout']
 
 # %% ../nbs/11_rollout.ipynb #imports
 import math
@@ -204,6 +204,14 @@ class Sampling:
     pictures:Tensor|None # bits to feed in place of drawn ones; (R,tokens,n_bits)
 
 # %% ../nbs/11_rollout.ipynb #draw-step
+def finite(
+    logits:Tensor, # of either head
+    name:str, # 'text' or 'visual'
+) -> Tensor: # the same
+    "Refuse to draw from a distribution that is none."
+    if not bool(logits.isfinite().all()): raise RuntimeError(f'{name} logits are not finite: the weights are damaged')
+    return logits
+
 def draw_step(
     policy:Policy,
     state, # the policy's
@@ -218,12 +226,12 @@ def draw_step(
     free, drawing = (ids < 0).nonzero()[:, 0], m.drawing[lanes.state].nonzero()[:, 0]
     if len(free):
         legal = m.legal_mask[m.legal[lanes.state[free]]]
-        scores = word_logps(policy.text_head(state.hidden[free]), legal, how.temperatures[0])
+        scores = word_logps(finite(policy.text_head(state.hidden[free]), 'text'), legal, how.temperatures[0])
         ids[free], logps[free] = draw_words(scores, noise and noise.words[lanes.rows[free], t])
     if len(drawing) and how.pictures is not None:
         bits[drawing] = how.pictures[lanes.rows[drawing], lanes.count[drawing]]
     elif len(drawing):
-        logits = policy.visual_head(state.visual[drawing])
+        logits = finite(policy.visual_head(state.visual[drawing]), 'visual')
         chance = noise and noise.bits[lanes.rows[drawing], lanes.drawn[drawing]]
         bits[drawing], logps[drawing] = draw_bits(logits, how.temperatures[1], chance)
     return Drawn(ids, logps, bits)
@@ -348,7 +356,7 @@ def check_temperatures(
 ) -> tuple[float,float]: # the same
     "Refuse what nothing can be divided by."
     for name, value in dict(text_temperature=text, visual_temperature=visual).items():
-        if not 0 < value < math.inf: raise ValueError(f'{name}: {value!r} is not legal; a number above 0')
+        if not 1e-6 <= value < math.inf: raise ValueError(f'{name}: {value!r} is not legal; a number of at least 1e-6')
     return float(text), float(visual)
 
 # %% ../nbs/11_rollout.ipynb #controller

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'CHANGE', 'TrainState', 'Due', 'Seen', 'evaluation_due', 'plan', 'save_example_model', 'load_policy',
-           'load_pixel_decoder', 'on_terminal', 'say', 'prepare_cache', 'puzzles', 'Parts', 'build', 'provenance',
-           'environment', 'draws', 'collect', 'attempt_record', 'add_record', 'add_report', 'add_pictures',
-           'open_tensorboard', 'reports', 'Journal', 'log_attempt', 'keep_pictures', 'save', 'starting_checkpoint',
-           'restore', 'schedule_at', 'check_budget', 'run_reference', 'write_origin', 'ensure_validation',
-           'found_report', 'measured', 'attempt', 'peak_memory', 'fit', 'condensed', 'run_summary', 'last_words',
-           'shown', 'finish', 'open_run', 'quiet', 'train', 'session', 'open_cache', 'begin', 'go_on']
+           'load_pixel_decoder', 'on_terminal', 'say', 'prepare_cache', 'puzzles', 'puzzle_facts', 'open_cache',
+           'Parts', 'build', 'provenance', 'environment', 'draws', 'collect', 'attempt_record', 'add_record',
+           'add_report', 'add_pictures', 'open_tensorboard', 'reports', 'Journal', 'log_attempt', 'keep_pictures',
+           'save', 'starting_checkpoint', 'restore', 'schedule_at', 'check_budget', 'run_reference', 'write_origin',
+           'ensure_validation', 'found_report', 'measured', 'attempt', 'peak_memory', 'fit', 'condensed', 'run_summary',
+           'last_words', 'shown', 'finish', 'open_run', 'quiet', 'train', 'session', 'begin', 'go_on']
 
 # %% ../nbs/18_trainer.ipynb #imports
 import contextlib, io, json, platform, sys, time, warnings
@@ -187,17 +187,16 @@ def prepare_cache(
     policy:UniARPolicy|None=None, # the config's; None loads it
 ) -> Path: # the cache
     "Make the puzzles of a config, or find them made."
-    policy, data = policy or load_policy(cfg, 'cpu'), cfg.data
-    counts = {data.train_split: data.n_train} | {split: data.n_valid for split in data.validation_splits}
-    facts = dict(counts=counts, seed=data.puzzle_seed, same_photo_distractors=data.same_photo_distractors)
+    policy, data, facts = policy or load_policy(cfg, 'cpu'), cfg.data, puzzle_facts(cfg)
     name = fingerprint_of(dict(puzzles=facts, model=dict(tower=policy.fingerprint())))[:12]
     root = Path(output or data.cache_root or Path(cfg.run.output)/f'cache-{name}')
     if not root.exists():
-        rows = [row for split, n in counts.items() for row in cache_rows(policy, split, puzzles(cfg, split, n))]
+        rows = [row for split, n in facts['counts'].items()
+                for row in cache_rows(policy, split, puzzles(cfg, split, n))]
         with contextlib.suppress(FileExistsError): # another run may be faster; its cache is looked at like any other
             write_cache(root, rows, cache_meta(policy, rows[0], facts))
-    if PackedTrajectoryCache(root, policy.fingerprint()).facts['puzzle'] == facts: return root
-    raise InputError(f'{root} holds other puzzles than the config asks for: choose another place')
+    open_cache(cfg, policy, root)
+    return root
 
 
 def puzzles(
@@ -209,6 +208,32 @@ def puzzles(
     numbers = tqdm(range(n), f'puzzles ({split})', leave=False, disable=not on_terminal())
     try: return [make_puzzle(split, cfg.data.puzzle_seed, i, cfg.data.same_photo_distractors) for i in numbers]
     except ValueError as error: raise InputError(f'data: {error}') from error
+
+# %% ../nbs/18_trainer.ipynb #open-cache
+def puzzle_facts(
+    cfg:RLConfig, # its data section
+) -> dict: # JSON-able
+    "What decides which puzzles a cache holds."
+    data = cfg.data
+    counts = {data.train_split: data.n_train} | {split: data.n_valid for split in data.validation_splits}
+    return dict(counts=counts, seed=data.puzzle_seed, same_photo_distractors=data.same_photo_distractors)
+
+
+def open_cache(
+    cfg:RLConfig, # needs its splits
+    policy:UniARPolicy, # must be the one it was made for
+    root:Path|str, # where
+) -> PackedTrajectoryCache:
+    "A prepared cache, refused where it does not fit."
+    cache, wanted = PackedTrajectoryCache(root, expect_model=policy.fingerprint()), puzzle_facts(cfg)
+    for split in wanted['counts']: cache.indices(split)
+    held = cache.facts['puzzle']
+    if wrong := [f'{key} {held.get(key)}, not {wanted[key]}' for key in wanted if held.get(key) != wanted[key]]:
+        raise InputError(f'{root} holds other puzzles than the config asks for: {"; ".join(wrong)}')
+    if (grid := tuple(cache.facts['solution_grid'])) != cfg.rollout.image_grid:
+        raise InputError(f'rollout.image_grid: {list(cfg.rollout.image_grid)}, '
+                         f'but the pictures of {root} are {list(grid)}')
+    return cache
 
 # %% ../nbs/18_trainer.ipynb #parts
 @dataclass(frozen=True, eq=False)
@@ -473,7 +498,7 @@ def save(
 def starting_checkpoint(
     cfg:RLConfig, # may name one
     run_dir:Path, # of the run
-) -> Path|None: # None: from the beginning
+) -> Path|None: # None: from the beginning; the run's own lies in `run_dir`, also where checkpoints/ is a link
     "The run's newest checkpoint, else the one that the config names."
     own, asked = latest_checkpoint(run_dir), cfg.checkpoint.resume_from and Path(cfg.checkpoint.resume_from).resolve()
     if asked and not asked.is_dir(): raise InputError(f'checkpoint.resume_from: {str(asked)!r} is not there')
@@ -632,7 +657,8 @@ def fit(
         check_budget(state, parts.cfg, 'GRPO exceeded its non-finite update budget')
         if due.evaluate: ensure_validation(parts, journal, state)
         if due.stop: return state
-        state, first = attempt(parts, journal, state, gate=first), False
+        after = attempt(parts, journal, state, gate=first)
+        state, first = after, first and after.successful == state.successful    # until an update has passed it
 
 # %% ../nbs/18_trainer.ipynb #summary
 SHOWN = ('accuracy', 'low', 'high', 'valid_frac', 'right_bits', 'n_puzzles')
@@ -768,6 +794,8 @@ def session(
     "One process's share of a run; nothing is written before the model and the config's cache are known to be good."
     policy = load_policy(cfg, context.accelerator.device)
     cache = open_cache(cfg, policy, cfg.data.cache_root) if cfg.data.cache_root else None
+    if cfg.checkpoint.resume_from and not run_directory(cfg).exists(): # refused before there is a directory
+        load_checkpoint(starting_checkpoint(cfg, run_directory(cfg)))
     with open_run(cfg, context) as (run, complete):
         if complete: return True
         where = context.main_call('prepare', lambda: None if cache else prepare_cache(cfg, policy=policy))
@@ -775,17 +803,6 @@ def session(
     return False
 
 # %% ../nbs/18_trainer.ipynb #session
-def open_cache(
-    cfg:RLConfig, # needs its splits
-    policy:UniARPolicy, # must be the one it was made for
-    root:Path|str, # where
-) -> PackedTrajectoryCache:
-    "A prepared cache, refused where it does not fit."
-    cache = PackedTrajectoryCache(root, expect_model=policy.fingerprint())
-    for split in (cfg.data.train_split, *cfg.data.validation_splits): cache.indices(split)
-    return cache
-
-
 def begin(
     cfg:RLConfig, # the run
     context:DistributedContext, # who takes part
@@ -796,13 +813,13 @@ def begin(
     "Put a run together and bring it to where it was."
     run_dir = run_directory(cfg)
     start = context.main_call('checkpoint', lambda: starting_checkpoint(cfg, run_dir))
-    parent = run_dir if start is None else start.resolve().parent.parent
+    parent = run_dir if start is None else start.parent.parent
     parts = build(cfg, context, policy, cache, run_reference(policy, parent/'reference'))
     context.main_call('provenance', lambda: write_origin(parts, run))
     if start is None: return parts, TrainState(), None
-    return parts, restore(parts, load_checkpoint(start), parent.resolve() != run_dir.resolve()), start
+    return parts, restore(parts, load_checkpoint(start), parent != run_dir), start
 
-# %% ../nbs/18_trainer.ipynb #go-on
+
 def go_on(
     begun:tuple[Parts,TrainState,Path|None], # from `begin`
     run:RunDirectory|None, # held; None on all ranks but the main one
@@ -812,7 +829,7 @@ def go_on(
     (parts, state, start), last = begun, begun[0].cfg.trainer.max_updates
     name = start.name if start else None
     say(f'RL_RESUME successful_updates={state.successful} query_update={state.attempted} checkpoint={name}')
-    own = start is not None and start.resolve().parent.parent == run_directory(parts.cfg).resolve()
+    own = start is not None and start.parent.parent == run_directory(parts.cfg)
     goal = min(last, state.successful + (stop_after_updates or last))
     with Journal(parts, run, state, Seen(state.attempted if own else None)) as journal:
         state = fit(parts, journal, state, goal)

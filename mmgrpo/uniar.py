@@ -502,7 +502,8 @@ class UniARForConditionalGeneration(UniARContext):
         hidden:Tensor, # (...,d) from `visual_stack`
     ) -> Tensor: # (..., n_bits) logit of 1 minus logit of 0
         "One logit a bit of the next visual token."
-        pairs = self.output_layer_vistok(hidden).unflatten(-1, (-1, 2))
+        dtype = next(self.output_layer_vistok.parameters()).dtype     # a head in training stays in float32
+        pairs = self.output_layer_vistok(hidden.to(dtype)).unflatten(-1, (-1, 2))
         return pairs[..., 1] - pairs[..., 0]
 
     def forward(self,

@@ -86,7 +86,7 @@ def picture_ok(
     "Is this the whole picture that the protocol asks for?"
     ids, bits, n = segment.ids.tolist(), segment.bits, p.n_visual
     if segment.finish != 'exact' or segment.grid != p.grid or ids != [p.image_token] * n: return False
-    if bits is None or str(bits.dtype) != 'torch.uint8' or bits.ndim != 2 or len(bits) != n: return False
+    if str(getattr(bits, 'dtype', None)) != 'torch.uint8' or bits.ndim != 2 or len(bits) != n: return False
     if p.n_bits is None: return True
     unused = -p.n_bits % 8
     return bits.shape[1] == -(-p.n_bits // 8) and not (bits[:, -1] & (2**unused - 1)).any()

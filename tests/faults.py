@@ -176,9 +176,9 @@ class Trials:
         assert life.code == 0, life.err
         return life
 
-    def judge(self, kind, run, found, wanted) -> None:
-        "Count a fault; what was made of it must be what is wanted."
-        self.injected[kind] += 1
+    def judge(self, kind, run, found, wanted, faults=1) -> None:
+        "Count faults; what was made of them must be what is wanted."
+        self.injected[kind] += faults
         if found == wanted: return
         self.wrong.append(f'{kind}: {run}')
         names = found.keys() ^ wanted.keys() | {key for key in found.keys() & wanted.keys() if found[key] != wanted[key]}
@@ -206,7 +206,7 @@ def outcome(run) -> dict:
     "The adapter, the last checkpoint with its moments, the log, reports, pictures: all but clocks and places."
     last = checkpoints(run)[-1].name
     found = {}
-    for path in (p for p in run.rglob('*') if p.is_file()):
+    for path in (Path(folder)/name for folder, _, names in os.walk(run, followlinks=True) for name in names):
         name = path.relative_to(run).as_posix()
         if name.startswith('tensorboard/') or name == 'config.json': continue
         if name.startswith('checkpoints/') and not name.startswith(f'checkpoints/{last}/'): continue

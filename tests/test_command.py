@@ -201,7 +201,8 @@ def test_prepare_takes_its_place_from_the_flag_else_from_the_config():
 
 @pytest.mark.skipif(os.name != 'posix', reason='sends a signal')
 def test_ctrl_c_ends_with_130_and_one_line():
-    process = start('mmgrpo_train', '--config', QUICKSTART, patch=trainer('import time; print("on", flush=True); time.sleep(60)'))
+    process = start('mmgrpo_train', '--config', QUICKSTART, patch=trainer('import time; print("on", flush=True); time.sleep(60)'),
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))    # a job in the background ignores it
     assert process.stdout.readline() == 'on\n'
     process.send_signal(signal.SIGINT)
     began = time.monotonic()

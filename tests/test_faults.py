@@ -60,10 +60,10 @@ def follows(life, straight) -> None:
     assert life.draws == wanted, (life.start, life.draws, wanted)
 
 
-def goes_on(trials, straight, run, kind) -> None:
+def goes_on(trials, straight, run, kind, faults=1) -> None:
     "Start the run again until it is finished: everything is as if nothing had happened."
     if not (run/'summary.json').exists(): follows(trials.ended(run), straight)
-    trials.judge(kind, run, outcome(run), straight[2])
+    trials.judge(kind, run, outcome(run), straight[2], faults)
     assert curves(run) == curves(straight[1]), 'each point once'
 
 
@@ -72,15 +72,15 @@ def goes_on(trials, straight, run, kind) -> None:
 @pytest.mark.parametrize('number', range(size(8, 300)))
 def test_kill_9_at_random(trials, straight, tmp_path, number):
     "At an instant, or right before a file changes; up to five times a run."
-    chance, run = random.Random(number), tmp_path/'run'
+    chance, run, kills = random.Random(number), tmp_path/'run', 0
     for _ in range(chance.randint(1, 5)):
         at = dict(after=chance.uniform(0, straight[0].seconds)) if chance.random() < .5 else dict(change=chance.randint(1, straight[0].changes))
         life = trials.live(run, **at)
         follows(life, straight)
         assert life.code in (0, -signal.SIGKILL), life.err
         if life.code == 0: break
-        trials.injected['kill'] += 1
-    goes_on(trials, straight, run, 'killed run')
+        kills += 1
+    goes_on(trials, straight, run, 'SIGKILL', kills)
 
 
 @pytest.mark.skipif(not TORTURE, reason='nightly')
@@ -88,7 +88,7 @@ def test_kill_9_before_each_change_of_a_file(trials, straight, tmp_path):
     for change in range(1, straight[0].changes + 1):
         run = tmp_path/str(change)/'run'
         assert trials.live(run, change=change).code == -signal.SIGKILL
-        goes_on(trials, straight, run, 'kill')
+        goes_on(trials, straight, run, 'SIGKILL')
         shutil.rmtree(run)
 
 
@@ -235,8 +235,9 @@ def test_the_command_refuses_what_was_tampered_with(trials, straight, paused, tm
     assert life.code in (1, 2) and len(life.err.splitlines()) == 1 and str(path) in life.err and not life.draws, life.err
     after = files(run)
     assert {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)} <= {run/'.run-lock'}
+    trials.injected['tampered start'] += 1
     path.write_bytes(data)
-    if size(name in ('policy.safetensors', '.run-claim.json'), True): goes_on(trials, straight, run, 'refused start')
+    if size(name in ('policy.safetensors', '.run-claim.json'), True): goes_on(trials, straight, run, 'tampered start', 0)
 
 
 def test_a_checkpoint_without_a_manifest_never_happened(trials, straight, paused, tmp_path):
@@ -331,14 +332,15 @@ def test_modes_follow_the_umask(trials, straight, tmp_path):
     goes_on(trials, straight, run, 'umask')
 
 
-def test_what_lies_elsewhere_is_left_alone(trials, straight, paused, tmp_path):
-    "Curves behind a link are written anew in the run; whatever is at the other end stays."
+@pytest.mark.parametrize('name', ['tensorboard', 'checkpoints', 'pictures'])
+def test_a_part_on_another_disk(trials, straight, paused, tmp_path, name):
+    "A folder of the run is a link. Curves are written anew in the run; what is at the other end stays."
     run, elsewhere = copied(paused, tmp_path), tmp_path/'elsewhere'
-    (run/'tensorboard').rename(elsewhere)
-    (run/'tensorboard').symlink_to(elsewhere)
+    (run/name).rename(elsewhere)
+    (run/name).symlink_to(elsewhere)
     before = files(elsewhere)
     goes_on(trials, straight, run, 'link')
-    assert files(elsewhere) == before
+    if name == 'tensorboard': assert files(elsewhere) == before
 
 
 def test_a_copy_goes_on(trials, straight, paused, tmp_path):

@@ -88,6 +88,7 @@ def test_kill_9_changes_nothing(straight, tmp_path):
             if line.startswith(wanted): break
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
     train(tmp_path)
     assert content(tmp_path) == content(straight[0])
 
@@ -125,10 +126,12 @@ def test_a_finished_run_is_left_alone(straight):
 
 
 @pytest.mark.parametrize('change, words', [
-    ('model.path=nowhere', 'model.path'), ('rollout.group_size=1', 'rollout.group_size: 1'),
-    ('run.name=new data.cache_root=nowhere', 'nowhere'), ('optimizer.lr=2e-3', 'optimizer.lr')])
+    ('model.path=nowhere', 'model.path'), ('rollout.group_size=1', 'rollout.group_size: 1'), ('optimizer.lr=2e-3', 'optimizer.lr'),
+    ('run.name=new data.cache_root=nowhere', 'nowhere'), ('run.name=new data.puzzle_seed=9 data.cache_root=CACHE', 'seed 1, not 9'),
+    ('run.name=new checkpoint.resume_from=runs', 'MANIFEST')])
 def test_bad_input_is_one_line_and_touches_nothing(straight, change, words):
-    assert words in refused(straight[0], sets=(*SHORT, *change.split()))
+    [cache] = (straight[0] / 'runs').glob('cache-*')
+    assert words in refused(straight[0], sets=(*SHORT, *change.replace('CACHE', str(cache)).split()))
 
 
 def test_a_directory_that_is_not_ours_is_refused(tmp_path):
