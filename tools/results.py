@@ -7,6 +7,8 @@ import argparse, json, sys
 from pathlib import Path
 from statistics import fmean
 
+from mmgrpo.config import load_config
+
 ROOT = Path(__file__).parents[1]
 SUMMARIES, PAGE = ROOT / 'docs' / 'results', ROOT / 'docs' / 'results.md'
 
@@ -95,6 +97,11 @@ if __name__ == '__main__':
     parser.add_argument('--check', action='store_true')
     args = parser.parse_args()
     for run in args.collect: collect(run)
-    text = page([json.loads(p.read_text()) for p in sorted(SUMMARIES.glob('seed-*.json'))])
+    runs = [json.loads(p.read_text()) for p in sorted(SUMMARIES.glob('seed-*.json'))]
+    quickstart = load_config(ROOT / 'configs' / 'quickstart.yaml').as_dict()
+    for run in runs:
+        if run['config'] != {k: v for k, v in quickstart.items() if k != 'run'}:
+            sys.exit(f"docs/results: seed {run['seed']} is a run of another config than configs/quickstart.yaml")
+    text = page(runs)
     if args.check: sys.exit(0 if text == PAGE.read_text() else f'{PAGE.name} is not what the summaries say; run tools/results.py')
     PAGE.write_text(text)
