@@ -43,7 +43,7 @@ BAR = '<mo stretchy="false">&#x0007C;</mo>'    # would be spaced as in "x | y" a
 
 
 def page_of(nb:Path) -> str:
-    "`nbs/06_loss.ipynb` is the page `loss.md`; folders are kept."
+    "`nbs/07_loss.ipynb` is the page `loss.md`; folders are kept."
     return nb.relative_to(NBS).with_name(re.sub(r'^\d+_', '', nb.stem) + '.md').as_posix()
 
 
