@@ -100,6 +100,7 @@ class Verdict:
     reason:str # one of the verifier's closed list
     parts:Mapping[str,float] # named figures for the record, such as the number of pictures
     letter:str|None=None # the answer that was read, if one could be
+    rewards:Mapping[str,float|None]=field(default_factory=dict) # each configured reward; None = not applicable
 
 # %% ../nbs/00_core.ipynb #group
 @dataclass(frozen=True, eq=False)

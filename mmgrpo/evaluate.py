@@ -22,9 +22,9 @@ from torch import Tensor
 from .advantage import tied_frac
 from .core import Group, pack_bits, unpack_bits
 from .data import CacheMeta, CacheRow, PackedTrajectoryCache
-from .engine import DistributedContext
 from .pixels import PixelDecoder, preprocess
 from .policy import UniARPolicy, make_prompt
+from .process import DistributedContext
 from .puzzle import QUESTION, Puzzle, plan_text, readback_text
 from .rollout import GRPORolloutController
 from .verifier import LETTERS, REASONS, VisualJigsawABCDVerifier

@@ -33,12 +33,13 @@ from .config import InputError, RLConfig, fingerprint_of, run_directory, warmup_
 from .core import Group
 from .data import (PackedTrajectoryCache, query_indices_for_update, query_schedule_fingerprint, train_indices,
     write_cache)
-from .engine import (DistributedContext, Learner, UpdateResult, UpdateRules, deterministic, execute_actor_update,
-    make_context, make_optimizer, make_scheduler, update_rules)
+from mmgrpo.engine import (Learner, UpdateResult, UpdateRules, execute_actor_update, make_optimizer, make_scheduler,
+    update_rules)
 from .evaluate import (CONDITIONS, Examiner, cache_meta, cache_rows, compare, evaluate, group_metrics,
     picture_notes, picture_strip, rollout_rows, solution_bits)
 from .pixels import PixelDecoder
 from .policy import UniARPolicy, example_tokenizer, model_folder, tag_id, tensors_digest
+from .process import DistributedContext, deterministic, make_context
 from .puzzle import Puzzle, make_puzzle
 from .record import COMPLETE, RunDirectory, check_finished
 from .rollout import GRPORolloutController

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from mmgrpo.core import Verdict
-from mmgrpo.engine import (DistributedContext, Learner, UpdateRules, execute_actor_update, learning_rate_factor,
+from mmgrpo.engine import (Learner, UpdateRules, execute_actor_update, learning_rate_factor,
     make_optimizer, micro_batches, weight_totals)
 from mmgrpo.loss import LossRule
 from mmgrpo.policy import RolloutLimits, example_policy, example_prompt
+from mmgrpo.process import DistributedContext
 from mmgrpo.rollout import GRPORolloutController
 from mmgrpo.score import FrozenReference, PolicyScorer
 
