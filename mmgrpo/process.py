@@ -18,7 +18,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from tqdm import tqdm
 
-from .config import InputError, RLConfig
+from .config import RLConfig
+from .settings import InputError
 
 # %% ../nbs/16_process.ipynb #collectives
 class Collectives:
