@@ -119,7 +119,8 @@ def sendable(
 ): # the same
     "Refuse what other processes cannot be given."
     try: ForkingPickler.dumps(value)
-    except Exception as error: raise TypeError(f'a {type(value).__name__} cannot be sent to other ranks: {error}') from error
+    except Exception as error:
+        raise TypeError(f'a {type(value).__name__} cannot be sent to other ranks: {error}') from error
     return value
 
 
@@ -182,7 +183,7 @@ class Stopped(KeyboardInterrupt):
 
 # %% ../nbs/16_process.ipynb #wish
 class StopWish:
-    "When a wish to stop becomes `Stopped`: after some seconds, at a second wish, later in a commit, at once where all is saved."
+    "When a wish to stop becomes `Stopped`: after a time, at a second wish; not in a commit; at once where all is saved."
     twice_s, commit_s = .5, 60. # wishes closer than this are one; how long a commit holds against the time
     def __init__(self, grace_s:float=30.): # how long a wish may wait
         self.grace_s, self.asked, self.since, self.due = grace_s, None, 0., 0. # asked: the signal's number
@@ -209,9 +210,9 @@ class StopWish:
         self.leave_if_due()
 
     @contextlib.contextmanager
-    def nothing_to_save(self) -> Iterator[None]:
-        "A block that is left at once: all before it is saved, and it can be done again."
-        self.saved = True
+    def nothing_to_save(self, alone:bool=True) -> Iterator[None]:
+        "A block that is left at once unless others wait for us: all before it is saved, and it can be done again."
+        self.saved = alone
         try:
             self.leave_if_due()
             yield
@@ -248,8 +249,8 @@ class StopSignals(StopWish):
     def _run_clock(self):
         signum, wait = self._heard.get(), self.grace_s
         with contextlib.suppress(OSError, ValueError): # a terminal that is gone must not stop the clock
-            if signum and wait and not self.saved: tqdm.write(f'{signal.Signals(signum).name}: stops after this update, '
-                f'in {wait:g} s at the latest; at once when sent again', file=sys.stderr)
+            line = f'stops after this update, in {wait:g} s at the latest; at once when sent again'
+            if signum and wait and not self.saved: tqdm.write(f'{signal.Signals(signum).name}: {line}', file=sys.stderr)
         while signum:
             try: signum = self._heard.get(timeout=wait)
             except queue.Empty:
