@@ -183,7 +183,7 @@ class Stopped(KeyboardInterrupt):
 
 # %% ../nbs/16_process.ipynb #wish
 class StopWish:
-    "When a wish to stop becomes `Stopped`: after a time, at a second wish; not in a commit; at once where all is saved."
+    "When a wish to stop becomes `Stopped`: after a time, at a second wish; not in a commit; at once if all is saved."
     twice_s, commit_s = .5, 60. # wishes closer than this are one; how long a commit holds against the time
     def __init__(self, grace_s:float=30.): # how long a wish may wait
         self.grace_s, self.asked, self.since, self.due = grace_s, None, 0., 0. # asked: the signal's number
@@ -247,7 +247,7 @@ class StopSignals(StopWish):
         else: self.asked = self.asked or signum # too late to leave by `Stopped`; whoever opened the block can look
 
     def _run_clock(self):
-        signum, wait = self._heard.get(), self.grace_s
+        signum, wait = self._heard.get(), min(self.grace_s, threading.TIMEOUT_MAX)
         with contextlib.suppress(OSError, ValueError): # a terminal that is gone must not stop the clock
             line = f'stops after this update, in {wait:g} s at the latest; at once when sent again'
             if signum and wait and not self.saved: tqdm.write(f'{signal.Signals(signum).name}: {line}', file=sys.stderr)
