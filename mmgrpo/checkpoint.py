@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .config import InputError
 from .record import LOG
+from .settings import InputError
 from .storage import (DISK, Disk, json_bytes, parse_json, parse_tensors, publish_folder, read_file, read_folder,
     remove_directory, tensor_bytes, unseal, write_file)
 

@@ -24,7 +24,7 @@ def config(folder, run, sections=()) -> dict:
         model=dict(path=str(folder/'model'), lora_rank=2, lora_alpha=4),
         rollout=dict(group_size=4, max_think_tokens=2, max_answer_tokens=2),
         trainer=dict(max_updates=UPDATES, prompts_per_update=1, device='cpu', micro_batch_rollouts=4),
-        loss=dict(kl_coef_visual=.1), optimizer=dict(lr=.01),
+        visual=dict(kl_coef=.1), optimizer=dict(lr=.01),
         evaluation=dict(rollouts_per_prompt=1, max_prompts=1, every_updates=2, ablations=False),
         checkpoint=dict(every_updates=1), logging=dict(pictures_every_updates=2))
     raw['run']['name'] = run.name
@@ -39,15 +39,16 @@ def serve(folder) -> None:
     import gc
 
     import mmgrpo.cli  # noqa: F401
-    import mmgrpo.trainer as trainer
+    import mmgrpo.trainer  # noqa: F401
     from mmgrpo.config import make_config
+    from mmgrpo.setup import load_policy, prepare_cache, save_example_model
 
     answers = os.fdopen(os.dup(1), 'w', buffering=1)
     os.dup2(2, 1)
-    trainer.save_example_model(folder/'model')
+    save_example_model(folder/'model')
     cfg = make_config(config(folder, folder/'warm'))
-    policy = trainer.load_policy(cfg, 'cpu')
-    trainer.prepare_cache(cfg, folder/'cache', policy)
+    policy = load_policy(cfg, 'cpu')
+    prepare_cache(cfg, folder/'cache', policy)
     gc.collect()
     gc.freeze()                                        # the children share these pages
     print('ready', file=answers)

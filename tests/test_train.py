@@ -8,23 +8,26 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import mmgrpo.journal as journal
+import mmgrpo.setup as setup
 import mmgrpo.trainer as trainer
 import pytest
 from mmgrpo.checkpoint import load_checkpoint
-from mmgrpo.config import InputError, make_config, run_directory
+from mmgrpo.config import make_config, run_directory
 from mmgrpo.score import PolicyScorer
+from mmgrpo.settings import InputError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory) -> Path:
-    return trainer.save_example_model(tmp_path_factory.mktemp('model'))
+    return setup.save_example_model(tmp_path_factory.mktemp('model'))
 
 
 @pytest.fixture(scope='module')
 def other_model(tmp_path_factory) -> Path:
-    return trainer.save_example_model(tmp_path_factory.mktemp('other'), seed=1)
+    return setup.save_example_model(tmp_path_factory.mktemp('other'), seed=1)
 
 
 def config(model, output, **changes):
@@ -34,7 +37,7 @@ def config(model, output, **changes):
         model=dict(path=str(model), lora_rank=2, lora_alpha=4),
         rollout=dict(group_size=4, max_think_tokens=6, max_answer_tokens=2),
         trainer=dict(max_updates=4, prompts_per_update=2, device='cpu', micro_batch_rollouts=4),
-        loss=dict(kl_coef_visual=.1), optimizer=dict(lr=.01),
+        visual=dict(kl_coef=.1), optimizer=dict(lr=.01),
         evaluation=dict(rollouts_per_prompt=2, max_prompts=4, every_updates=2, ablations=False),
         checkpoint=dict(every_updates=2), logging=dict(pictures_every_updates=2))
     for path, value in changes.items():
@@ -113,8 +116,9 @@ class Crash(BaseException):
 
 
 def crash_at(monkeypatch, name:str, n:int, after:bool) -> None:
-    "Let the `n`-th call of a function of the trainer crash, before or after it does its work."
-    whole, calls = getattr(trainer, name), []
+    "Let the `n`-th call of a function that the trainer uses crash, before or after it does its work."
+    room = next(room for room in (trainer, journal, setup) if hasattr(room, name))
+    whole, calls = getattr(room, name), []
 
     def crashing(*args, **kwargs):
         calls.append(name)
@@ -123,7 +127,7 @@ def crash_at(monkeypatch, name:str, n:int, after:bool) -> None:
         if len(calls) == n: raise Crash
         return value
 
-    monkeypatch.setattr(trainer, name, crashing)
+    monkeypatch.setattr(room, name, crashing)
 
 
 @pytest.mark.parametrize('name, n, after', [
@@ -258,7 +262,7 @@ def refused(cfg, match:str, error=InputError) -> None:
 
 
 def test_bad_input_is_refused_untouched(model, other_model, tmp_path):
-    cache = trainer.prepare_cache(config(model, tmp_path), tmp_path/'cache')
+    cache = setup.prepare_cache(config(model, tmp_path), tmp_path/'cache')
     (tmp_path/'foreign').mkdir()
     (tmp_path/'foreign'/'thesis.txt').write_text('mine')
     refused(config(model, tmp_path, run__name='foreign'), 'not a run of ours')
