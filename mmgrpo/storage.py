@@ -218,11 +218,12 @@ def publish_directory(
 ) -> Path: # dest
     "Give a finished directory its name, after the disk has everything below it."
     temp, dest = Path(temp), Path(dest)
-    if os.path.lexists(dest): raise FileExistsError(f'{dest} exists already: it is not replaced')
     with naming(dest, 'publish'):
         for folder, _, files in os.walk(temp, topdown=False, onerror=_give_up):
             for name in files: sync_directory(Path(folder)/name, disk)          # a file is synced in the same way
             sync_directory(folder, disk)
+    if os.path.lexists(dest): raise FileExistsError(f'{dest} exists already: it is not replaced')
+    with naming(dest, 'publish'):
         disk.replace(temp, dest)
         sync_directory(dest.parent, disk)
     return dest
@@ -360,7 +361,7 @@ def parse_json(
     strict = dict(object_pairs_hook=_no_twice, parse_constant=_no_constant, parse_float=_finite)
     try:
         value = json.loads(data.decode(), **strict)
-        if b'\\u' in data: json_bytes(value)                     # half a surrogate pair is no text and cannot be written
+        if b'\\u' in data: json_bytes(value)             # half a surrogate pair is no text and cannot be written
         return value
     except (ValueError, RecursionError) as error: raise ValueError(f'{name} is not valid JSON: {error}') from error
 
