@@ -48,7 +48,7 @@ class Figure:
     def __str__(self):
         found = 'equal to the bit' if self.equal else f'max difference {self.difference:.3g}'
         if not self.equal and math.isinf(self.difference): found = 'differs'
-        return f'{self.name:<22} {found:<26} {self.note}'.rstrip()
+        return f'{self.name:<22} {self.n:>7}  {found:<26} {self.note}'.rstrip()
 
 
 def differences(
@@ -56,7 +56,8 @@ def differences(
     now:Tensor, # (N,) of the same type
 ) -> tuple[Tensor,Tensor]: # (N,) whether each is equal to the bit; (N,) how far off it is
     "Compare two columns."
-    bits = lambda t: t.contiguous().view(torch.int64 if t.dtype == torch.float64 else torch.int32)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[recorded.element_size()]
+    bits = lambda t: t.contiguous().view(integers)
     same = (bits(recorded) == bits(now)) | (recorded.isnan() & now.isnan())
     off = (recorded.double() - now.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return same, off.masked_fill(same, 0.)
@@ -110,11 +111,11 @@ def replay_config(
     overrides:Sequence[str]=(), # 'section.key=value'
 ) -> RLConfig: # to replay with
     "The config of a run."
-    run_dir = Path(run_dir).resolve()
+    run_dir = Path(run_dir)
     if not (path := run_dir/CONFIG).is_file(): raise InputError(f'{run_dir} is not a run: it has no {CONFIG}')
     held = unseal(path.read_bytes(), path)['config']
     if 'rollout' not in held: raise InputError(f'{run_dir} is not a GRPO run: it has no updates to replay')
-    for section, changed in dict(run=dict(output=str(run_dir.parent)), trainer=dict(world_size=1),
+    for section, changed in dict(run=dict(output=str(run_dir.resolve().parent)), trainer=dict(world_size=1),
                                  checkpoint=dict(resume_mode='execution_change')).items(): held[section].update(changed)
     values, paths = apply_overrides(held, overrides)
     return make_config(values, source=str(path), overridden=paths)
@@ -324,7 +325,7 @@ class Replay:
         wrong = lambda figures: '; '.join(' '.join(str(f).split()) for f in figures if not f.equal) or 'equal to the bit'
         return '\n'.join([f'update {last} of {self.run_dir}, from {self.start}',
                           *(f'  update {n}: {wrong(found)}' for n, found in earlier),
-                          *(f'  {figure}' for figure in figures), *(f'  {note}{text}' for text in self.notes)])
+                          '  figure                 numbers', *(f'  {figure}' for figure in figures), *(f'  {note}{text}' for text in self.notes)])
 
 
 def replay(
