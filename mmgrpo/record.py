@@ -216,6 +216,13 @@ class LogSeal:
         "The seal of the lines so far."
         return {'lines': self.lines, 'sha256': self._hash.hexdigest()}
 
+
+def _counted(
+    seal, # that a checkpoint holds, or None
+): # None when it does not tell
+    "How many lines a seal counts."
+    return seal.get('lines') if isinstance(seal, Mapping) else None
+
 # %% ../nbs/19_record.ipynb #log
 def rewind_log(
     path:Path|str, # a log whose lines are keyed by 'attempted'
@@ -254,13 +261,6 @@ def _lines_up_to(
         kept.append(record)
         size += len(line) + 1
     return kept, size
-
-
-def _counted(
-    seal, # that a checkpoint holds, or None
-): # None when it does not tell
-    "How many lines a seal counts."
-    return seal.get('lines') if isinstance(seal, Mapping) else None
 
 
 def _attempt(
