@@ -416,17 +416,8 @@ def read_lines(
     "All acknowledged records of a log."
     if not Path(path).exists(): return []
     *lines, _ = read_file(path).split(b'\n')
-    torn = len(lines) > 0 and not _is_json(lines[-1])
-    return [parse_json(line, f'{path}, line {number},') for number, line in enumerate(lines[:len(lines) - torn], 1)]
-
-
-def _is_json(
-    line:bytes, # of a log
-) -> bool: # False for a line that never was whole
-    "Whether a line can be read."
-    try: parse_json(line, '')
-    except ValueError: return False
-    return True
+    if lines and b'\0' in lines[-1]: lines.pop()
+    return [parse_json(line, f'{path}, line {number},') for number, line in enumerate(lines, 1)]
 
 # %% ../nbs/12_storage.ipynb #append
 def append_line(
@@ -456,7 +447,7 @@ def _whole_lines(
         tail = os.pread(fd, end - start, start) + tail
     whole = tail[:tail.rfind(b'\n') + 1]
     last = whole[whole.rfind(b'\n', 0, -1) + 1:]
-    return start + len(whole) - (0 if _is_json(last) else len(last))
+    return start + len(whole) - (len(last) if b'\0' in last else 0)
 
 # %% ../nbs/12_storage.ipynb #tensors
 def tensor_bytes(
