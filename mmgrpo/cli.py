@@ -184,7 +184,7 @@ def _prepare(args):
     from mmgrpo.setup import prepare_cache
     print(f'prepared {prepare_cache(cfg, output)}')
 
-# %% ../nbs/28_cli.ipynb #replay-main
+# %% ../nbs/28_cli.ipynb #replay-help
 REPLAY = """\
 examples:
   mmgrpo_replay runs/quickstart --update 120
@@ -198,7 +198,7 @@ exit codes:
   130  interrupted
 """
 
-
+# %% ../nbs/28_cli.ipynb #not-negative
 def not_negative(
     text:str, # what stands on the command line
 ) -> float: # finite, 0 or more
@@ -208,7 +208,7 @@ def not_negative(
     if 0 <= value < float('inf'): return value
     raise argparse.ArgumentTypeError(f'{text} is not legal; a number of at least 0')
 
-
+# %% ../nbs/28_cli.ipynb #replay-main
 def replay_main(
     argv:Optional[Sequence[str]]=None, # command line without the program; None reads sys.argv
 ) -> int: # exit code

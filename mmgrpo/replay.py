@@ -322,12 +322,14 @@ class Replay:
 
     def __str__(self):
         (*earlier, (last, figures)), note = self.updates.items(), 'computed with other means: '
-        wrong = lambda figures: '; '.join(' '.join(str(f).split()) for f in figures if not f.equal) or 'equal to the bit'
+        off = lambda figures: ', '.join(f.name for f in figures if not f.equal)
         return '\n'.join([f'update {last} of {self.run_dir}, from {self.start}',
-                          *(f'  update {n}: {wrong(found)}' for n, found in earlier),
-                          '  figure                 numbers', *(f'  {figure}' for figure in figures), *(f'  {note}{text}' for text in self.notes)])
+                          *(f'  update {n} before it: ' + (off(found) and f'{off(found)} differ' or 'equal to the bit')
+                            for n, found in earlier),
+                          f'  {"figure":<22} {"numbers":>7}', *(f'  {figure}' for figure in figures),
+                          *(f'  {note}{text}' for text in self.notes)])
 
-
+# %% ../nbs/26_replay.ipynb #do-replay
 def replay(
     run_dir:Path|str, # of a run, which may be going on; nothing in it is written
     attempted:int, # which update, as its log line counts
