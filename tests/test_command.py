@@ -48,7 +48,7 @@ def only_line(command, *args, **kwargs):
 def test_help_shows_every_flag_an_example_and_the_exit_codes(command):
     code, out, err = run(command, '--help')
     assert (code, err) == (0, '') and out.startswith(f'usage: {command} ')
-    flags = {'mmgrpo_train': ['--stop-after-updates'], 'mmgrpo_prepare': ['--output'], 'mmgrpo_replay': ['--update', '--tolerance']}
+    flags = {'mmgrpo_train': ['--stop-after-updates'], 'mmgrpo_prepare': ['--output'], 'mmgrpo_replay': ['--update', '--tolerance', '--draw']}
     input_flags = [] if command == 'mmgrpo_replay' else ['--config', '--help-config']
     for flag in ['--set', '--debug', '--version', *input_flags, *flags.get(command, [])]: assert f'  {flag}' in out
     assert f'  {command} ' + ('--config configs/' if input_flags else 'runs/') in out

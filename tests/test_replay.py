@@ -159,6 +159,14 @@ def test_every_update_is_found_again_to_the_bit(run, update, chain, start):
     assert all(figure.n > 0 for figure in found.updates[update])
 
 
+def test_the_rollouts_are_drawn_again_to_the_bit(run, copy):
+    assert replay(run, 4, draw=True).updates[4][0].name == 'rollouts drawn again'
+    assert replay(run, 4, draw=True).agrees
+    change_column(artifact_path(copy, 4), 'rollouts.safetensors', 'bits', lowest_bit)
+    figure = replay(copy, 4, draw=True).updates[4][0]
+    assert not figure.within(1e9) and figure.note.endswith('is another')
+
+
 def test_a_replay_writes_nothing_and_needs_no_lock(run):
     stamps = {p: p.stat().st_mtime_ns for p in run.rglob('*')}
     lock = RunLock(run)    # as if the run were going on
