@@ -13,8 +13,8 @@ __all__ = ['PSNR_CAP', 'BUILT_IN', 'PROBLEMS', 'FAILURES', 'ARRAY', 'GRACE_S', '
            'ask_workers', 'stop_at_failure', 'rewards_of', 'group_totals', 'score_groups', 'reward_metrics']
 
 # %% ../nbs/15_reward.ipynb #imports
-import asyncio, base64, difflib, faulthandler, functools, hashlib, http.client, importlib, importlib.util, inspect, io
-import json, logging, math, numbers, os, re, selectors, signal, subprocess, sys, threading, time
+import asyncio, base64, contextlib, difflib, faulthandler, functools, hashlib, http.client, importlib, importlib.util
+import inspect, io, json, logging, math, numbers, os, re, selectors, signal, subprocess, sys, threading, time
 import urllib.error, urllib.request
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -421,7 +421,7 @@ def judge(
         if shape == 'async view': return asyncio.run(judge_together(reward, views, limit_s))
         value = reward(views if shape == 'views' else views[0])
         if inspect.isawaitable(value): value = asyncio.run(awaited(value))
-    except Exception as error: return [Outcome(None, 'error', told(error))] * len(views)
+    except (Exception, SystemExit) as error: return [Outcome(None, 'error', told(error))] * len(views)
     return outcomes_of(value, len(views)) if shape == 'views' else [outcome_of(value)]
 
 
@@ -463,18 +463,21 @@ def packed(
 def unpacked(
     data:bytes, # without the length
 ) -> dict:
-    "The message again; its arrays cannot be written to."
+    "The message again, its arrays not to be written to; what is no message is a ValueError."
     head, _, rest = data.partition(b'\n')
     place = 0
     def array(found):
         nonlocal place
         if ARRAY not in found: return found
         dtype, shape = np.dtype(found[ARRAY][0]), found[ARRAY][1]
-        if dtype.hasobject: raise ValueError(f'a message has an array of {dtype}')
+        if dtype.hasobject or min(shape, default=0) < 0: raise ValueError(f'no array: {dtype} {shape}')
         value = np.frombuffer(rest, dtype, math.prod(shape), place).reshape(shape)
         place += value.nbytes
         return value
-    return json.loads(head, object_hook=array)
+    try: message = json.loads(head, object_hook=array)
+    except (TypeError, LookupError, RecursionError) as error: raise ValueError(f'no message: {told(error)}') from error
+    if not isinstance(message, dict): raise ValueError(f'no message: a {type(message).__name__}')
+    return message
 
 # %% ../nbs/15_reward.ipynb #serve
 def receive(
@@ -595,9 +598,8 @@ def end_worker(
     patience_s:float=0., # for one that is about to end by itself
 ) -> str: # how it ended
     "End a process and its children, at once."
-    time.sleep(patience_s)
-    try: os.killpg(worker.process.pid, signal.SIGKILL)
-    except ProcessLookupError: worker.process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired): worker.process.wait(patience_s)
+    with contextlib.suppress(ProcessLookupError): os.killpg(worker.process.pid, signal.SIGKILL)
     code = worker.process.wait()
     for descriptor in (worker.send, worker.hear, worker.life): os.close(descriptor)
     return f'its worker died of signal {-code}' if code < 0 else f'its worker ended with exit code {code}'
@@ -723,8 +725,8 @@ def give_up(
 ) -> dict[Call,list[Outcome]]: # its call, if it had one
     "Replace a worker; its call has failed."
     call, started = pool.workers[k].call, pool.workers[k].facts
-    if not started: raise RewardError(f'a worker for rewards did not start: {end_worker(pool.workers.pop(k), .02)}')
-    how = pool.replace(k, 0. if detail else .02)
+    if not started: raise RewardError(f'a worker for rewards did not start: {end_worker(pool.workers.pop(k), .5)}')
+    how = pool.replace(k, 0. if detail else .5)
     return {call: [Outcome(None, problem, detail or how)] * len(call.places)} if call else {}
 
 
