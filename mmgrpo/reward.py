@@ -10,7 +10,8 @@ __all__ = ['PSNR_CAP', 'BUILT_IN', 'PROBLEMS', 'FAILURES', 'ARRAY', 'GRACE_S', '
            'outcome_of', 'outcomes_of', 'judge', 'awaited', 'judge_together', 'packed', 'unpacked', 'receive',
            'source_digest', 'serve', 'work', 'view_message', 'view_of', 'do_call', 'Worker', 'end_worker', 'Part',
            'RewardError', 'Call', 'Pool', 'is_free', 'begin', 'wait', 'listen', 'give_up', 'refusal', 'RewardRunner',
-           'ask_workers', 'stop_at_failure', 'rewards_of', 'group_totals', 'score_groups', 'reward_metrics']
+           'ask_workers', 'stop_at_failure', 'rewards_of', 'group_totals', 'reward_metrics', 'open_rewards',
+           'reward_descriptor', 'score_groups']
 
 # %% ../nbs/15_reward.ipynb #imports
 import asyncio, base64, contextlib, difflib, faulthandler, functools, hashlib, http.client, importlib, importlib.util
@@ -815,23 +816,6 @@ def group_totals(
     return [math.fsum(weights[key] * row[key] for key in applies) if scored(row) else None for row in rewards]
 
 
-def score_groups(
-    groups:Sequence, # core.Groups, judged by the verifier
-    views:Callable[[],Sequence[RolloutView]], # of all their rollouts, in order; only called if there are rewards
-    runner:RewardRunner,
-) -> tuple[list,list[dict[str,Outcome]]]: # groups with all rewards; what was said of each rollout
-    "Add a config's rewards to the verdicts; without any, the groups are as they came."
-    if not runner.parts: return list(groups), []
-    outcomes, n, scored = runner.score(views()), sum(len(g.rollouts) for g in groups), []
-    if len(outcomes) != n: raise ValueError(f'score_groups: {len(outcomes)} views for {n} rollouts')
-    said = iter(outcomes)
-    for g in groups:
-        rows = [rewards_of(next(said)) for _ in g.rollouts]
-        verdicts = zip(g.verdicts, group_totals(rows, runner.weights), rows)
-        scored.append(g.scored([replace(v, reward=total, rewards=row) for v, total, row in verdicts]))
-    return scored, outcomes
-
-# %% ../nbs/15_reward.ipynb #metrics
 def reward_metrics(
     outcomes:Sequence[Mapping[str,Outcome]], # of all ranks; a group's together
     group_size:int, # G
@@ -847,3 +831,37 @@ def reward_metrics(
                   **{f'reward/{key}/{problem}': problems[problem] for problem in PROBLEMS}}
     totals = [group_totals([rewards_of(row) for row in g], weights) for g in groups]
     return found | ({'reward/unscored': sum(g.count(None) for g in totals)} if weights else {})
+
+# %% ../nbs/15_reward.ipynb #run
+def open_rewards(
+    section, # `reward` of a config
+) -> RewardRunner: # to be used in a `with` block
+    "The rewards of a config."
+    parts = [Part(p.key, p.name, p.weight, p.on, p.options) for p in section.parts]
+    return RewardRunner(parts, section.timeout_s, section.workers, section.on_error)
+
+
+def reward_descriptor(
+    runner:RewardRunner, # in its `with` block
+) -> list[dict]: # JSON-able; one a reward
+    "What a run's rewards are; your own with a hash of the file that they are written in."
+    sources = dict(zip(runner.outside, runner.pool.sources)) if runner.pool else {}
+    return [vars(p) | dict(options=dict(p.options), source=sources.get(k) if ':' in p.name else 'built in')
+            for k, p in enumerate(runner.parts)]
+
+
+def score_groups(
+    groups:Sequence, # core.Groups, judged by the verifier
+    views:Callable[[],Sequence[RolloutView]], # of all their rollouts, in order; only called if there are rewards
+    runner:RewardRunner,
+) -> tuple[list,list[dict[str,Outcome]]]: # groups with all rewards; what was said of each rollout
+    "Add a config's rewards to the verdicts; without any, the groups are as they came."
+    if not runner.parts: return list(groups), []
+    outcomes, n, scored = runner.score(views()), sum(len(g.rollouts) for g in groups), []
+    if len(outcomes) != n: raise ValueError(f'score_groups: {len(outcomes)} views for {n} rollouts')
+    said = iter(outcomes)
+    for g in groups:
+        rows = [rewards_of(next(said)) for _ in g.rollouts]
+        verdicts = zip(g.verdicts, group_totals(rows, runner.weights), rows)
+        scored.append(g.scored([replace(v, reward=total, rewards=row) for v, total, row in verdicts]))
+    return scored, outcomes
