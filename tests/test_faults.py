@@ -98,7 +98,7 @@ def test_a_signal_at_random(trials, straight, tmp_path, number):
     sent = (signal.SIGTERM, signal.SIGINT)[number % 2]
     life = trials.live(run, after=chance.uniform(0, straight[0].seconds), signal=sent)
     follows(life, straight)
-    if life.code: assert life.code == {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}[sent], life.err
+    if life.code: assert life.code in (128 + sent, -sent), life.err    # the latter before a handler is there
     goes_on(trials, straight, run, sent.name)
 
 
