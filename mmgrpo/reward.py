@@ -10,8 +10,8 @@ __all__ = ['PSNR_CAP', 'BUILT_IN', 'PROBLEMS', 'FAILURES', 'ARRAY', 'GRACE_S', '
            'outcome_of', 'outcomes_of', 'judge', 'awaited', 'judge_together', 'packed', 'unpacked', 'receive',
            'source_digest', 'serve', 'work', 'view_message', 'view_of', 'do_call', 'Worker', 'end_worker', 'Part',
            'RewardError', 'Call', 'Pool', 'is_free', 'begin', 'wait', 'listen', 'give_up', 'refusal', 'RewardRunner',
-           'ask_workers', 'stop_at_failure', 'rewards_of', 'group_totals', 'reward_metrics', 'open_rewards',
-           'reward_descriptor', 'score_groups']
+           'ask_workers', 'stop_at_failure', 'rewards_of', 'group_totals', 'score_groups', 'reward_metrics',
+           'open_rewards', 'reward_descriptor']
 
 # %% ../nbs/15_reward.ipynb #imports
 import asyncio, base64, contextlib, difflib, faulthandler, functools, hashlib, http.client, importlib, importlib.util
@@ -800,10 +800,12 @@ def stop_at_failure(
 # %% ../nbs/15_reward.ipynb #total
 def rewards_of(
     outcomes:Mapping[str,Outcome], # of one rollout, by key
-) -> dict[str,float|None]: # for its verdict
+) -> tuple[dict[str,float|None],dict[str,str]]: # numbers, and why there is none, for its verdict
     "The numbers of a rollout; none at all if a reward failed."
     failed = any(o.problem in FAILURES for o in outcomes.values())
-    return {key: None if failed else o.value for key, o in outcomes.items()}
+    why = lambda o: f'{o.problem}: {o.detail}' if o.detail else o.problem
+    return ({key: None if failed else o.value for key, o in outcomes.items()},
+            {key: why(o) for key, o in outcomes.items() if o.problem})
 
 
 def group_totals(
@@ -816,52 +818,47 @@ def group_totals(
     return [math.fsum(weights[key] * row[key] for key in applies) if scored(row) else None for row in rewards]
 
 
-def reward_metrics(
-    outcomes:Sequence[Mapping[str,Outcome]], # of all ranks; a group's together
-    group_size:int, # G
-    weights:Mapping[str,float], # of each reward, by key; {}: there are no metrics
-) -> dict[str,float|None]: # 'reward/...'; the same keys in every update
-    "How the rewards of a batch did."
-    found, groups = {}, [outcomes[i:i + group_size] for i in range(0, len(outcomes), group_size)]
-    for key in weights:
-        inside = [[row[key].value for row in g if row[key].value is not None] for g in groups]
-        spread, problems = [stdev(g) for g in inside if len(g) > 1], Counter(row[key].problem for row in outcomes)
-        found |= {f'reward/{key}/mean': fmean(sum(inside, [])) if any(inside) else None,
-                  f'reward/{key}/std_within_group': fmean(spread) if spread else None,
-                  **{f'reward/{key}/{problem}': problems[problem] for problem in PROBLEMS}}
-    totals = [group_totals([rewards_of(row) for row in g], weights) for g in groups]
-    return found | ({'reward/unscored': sum(g.count(None) for g in totals)} if weights else {})
-
-# %% ../nbs/15_reward.ipynb #run
-def open_rewards(
-    section, # `reward` of a config
-) -> RewardRunner: # to be used in a `with` block
-    "The rewards of a config."
-    parts = [Part(p.key, p.name, p.weight, p.on, p.options) for p in section.parts]
-    return RewardRunner(parts, section.timeout_s, section.workers, section.on_error)
-
-
-def reward_descriptor(
-    runner:RewardRunner, # in its `with` block
-) -> list[dict]: # JSON-able; one a reward
-    "What a run's rewards are; your own with a hash of the file that they are written in."
-    sources = dict(zip(runner.outside, runner.pool.sources)) if runner.pool else {}
-    return [vars(p) | dict(options=dict(p.options), source=sources.get(k) if ':' in p.name else 'built in')
-            for k, p in enumerate(runner.parts)]
-
-
 def score_groups(
     groups:Sequence, # core.Groups, judged by the verifier
     views:Callable[[],Sequence[RolloutView]], # of all their rollouts, in order; only called if there are rewards
     runner:RewardRunner,
-) -> tuple[list,list[dict[str,Outcome]]]: # groups with all rewards; what was said of each rollout
-    "Add a config's rewards to the verdicts; without any, the groups are as they came."
-    if not runner.parts: return list(groups), []
+) -> list: # the groups with all rewards in their verdicts; as they came, without any
+    "What a config's rewards say of a batch."
+    if not runner.parts: return list(groups)
     outcomes, n, scored = runner.score(views()), sum(len(g.rollouts) for g in groups), []
     if len(outcomes) != n: raise ValueError(f'score_groups: {len(outcomes)} views for {n} rollouts')
     said = iter(outcomes)
     for g in groups:
         rows = [rewards_of(next(said)) for _ in g.rollouts]
-        verdicts = zip(g.verdicts, group_totals(rows, runner.weights), rows)
-        scored.append(g.scored([replace(v, reward=total, rewards=row) for v, total, row in verdicts]))
-    return scored, outcomes
+        found = zip(g.verdicts, group_totals([rewards for rewards, _ in rows], runner.weights), rows)
+        scored.append(g.scored([replace(v, reward=r, rewards=row[0], problems=row[1]) for v, r, row in found]))
+    return scored
+
+# %% ../nbs/15_reward.ipynb #run
+def reward_metrics(
+    rows:Sequence[Mapping], # 'rewards' and 'problems' of each verdict, of all ranks; a group's together
+    group_size:int, # G
+    weights:Mapping[str,float], # of each reward, by key; {}: there are no metrics
+) -> dict[str,float|None]: # 'reward/...'; the same keys in every update
+    "How the rewards of a batch did."
+    found, groups = {}, [[row['rewards'] for row in rows[i:i + group_size]] for i in range(0, len(rows), group_size)]
+    for key in weights:
+        inside = [[row[key] for row in g if row[key] is not None] for g in groups]
+        spread, problems = [stdev(g) for g in inside if len(g) > 1], [row['problems'].get(key, '') for row in rows]
+        count = Counter(problem.partition(':')[0] for problem in problems)
+        found |= {f'reward/{key}/mean': fmean(sum(inside, [])) if any(inside) else None,
+                  f'reward/{key}/std_within_group': fmean(spread) if spread else None,
+                  **{f'reward/{key}/{problem}': count[problem] for problem in PROBLEMS}}
+    return found | ({'reward/unscored': sum(group_totals(g, weights).count(None) for g in groups)} if weights else {})
+
+
+def open_rewards(section) -> RewardRunner: # of the `reward` section of a config; to be used in a `with` block
+    parts = [Part(p.key, p.name, p.weight, p.on, p.options) for p in section.parts]
+    return RewardRunner(parts, section.timeout_s, section.workers, section.on_error)
+
+
+def reward_descriptor(runner:RewardRunner) -> list[dict]: # JSON-able; of a runner in its `with` block
+    "What a run's rewards are; your own with a hash of the file that they are written in."
+    sources = dict(zip(runner.outside, runner.pool.sources)) if runner.pool else {}
+    return [vars(p) | dict(options=dict(p.options), source=sources.get(k) if ':' in p.name else 'built in')
+            for k, p in enumerate(runner.parts)]
