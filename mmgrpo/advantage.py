@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'MODALITIES', 'group_spread', 'AdvantageRule', 'deviation_of', 'scaled_differences', 'group_advantages',
-           'tied_frac', 'group_places', 'RewardPart', 'Advantages', 'combined_advantages', 'routed_advantages',
-           'Refill', 'refill']
+           'tied_frac', 'group_places', 'RewardPart', 'Advantages', 'summed_rewards', 'combined_advantages',
+           'routed_advantages', 'Refill', 'refill']
 
 # %% ../nbs/06_advantage.ipynb #imports
 import math
@@ -142,24 +142,42 @@ class Advantages:
     tied:Tensor # (B,) bool; whether the group has nothing to compare
 
 # %% ../nbs/06_advantage.ipynb #combined
+def summed_rewards(
+    rewards:Mapping[str,Tensor], # part -> (B,G), nan where it was not scored
+    parts:Sequence[RewardPart], # at least one
+) -> Tensor: # (B,G) float64; nan where a total could not be compared
+    "Weighted totals; of the same parts for all rollouts of a group, or of none."
+    total, lacking, applied = 0, 0, 0
+    for part in parts:
+        known = ~rewards[part.name].isnan()
+        applies = known.any(1, keepdim=True)                # else the group knows nothing of this part
+        total = total + torch.where(known, rewards[part.name].double() * part.weight, 0)
+        lacking, applied = lacking + (applies & ~known), applied + applies
+    return torch.where((lacking == 0) & (applied > 0), total, math.nan)
+
+
 def combined_advantages(
     rewards:Mapping[str,Tensor], # part -> (B,G), nan where it was not scored
     parts:Sequence[RewardPart], # at least one
     rule:AdvantageRule=AdvantageRule(), # how they are combined and scaled
 ) -> Advantages:
     "Advantages from the weighted rewards of one modality."
+    if rule.combine == 'sum':
+        total = summed_rewards(rewards, parts)
+        scored = ~total.isnan()
+        differences, deviation = group_spread(total, scored)
+        return Advantages(scaled_differences(differences, scored, rule), scored, deviation[:, 0] <= rule.eps)
     total, scored = 0, torch.zeros_like(rewards[parts[0].name], dtype=torch.bool)
     for part in parts:
         known = ~rewards[part.name].isnan()
-        centred, deviation = group_spread(rewards[part.name], known)
-        if rule.combine == 'each': centred = torch.where(deviation > rule.eps, centred / deviation, 0)
-        total, scored = total + part.weight * centred, scored | known
+        differences, deviation = group_spread(rewards[part.name], known)
+        total = total + part.weight * torch.where(deviation > rule.eps, differences / deviation, 0)
+        scored = scored | known
     tied = deviation_of(total, scored)[:, 0] <= rule.eps
-    if rule.combine == 'sum': return Advantages(scaled_differences(total, scored, rule), scored, tied)
     overall = (total.square().sum() / (scored.sum() - 1).clamp(min=1)).sqrt()
     return Advantages(torch.where(tied[:, None], 0, total / overall).float(), scored, tied)
 
-
+# %% ../nbs/06_advantage.ipynb #routed
 def routed_advantages(
     rewards:Mapping[str,Tensor], # part -> (B,G), nan where it was not scored
     parts:Sequence[RewardPart], # at least one; whom each is for
