@@ -39,15 +39,16 @@ def serve(folder) -> None:
     import gc
 
     import mmgrpo.cli  # noqa: F401
-    import mmgrpo.trainer as trainer
+    import mmgrpo.trainer  # noqa: F401
     from mmgrpo.config import make_config
+    from mmgrpo.setup import load_policy, prepare_cache, save_example_model
 
     answers = os.fdopen(os.dup(1), 'w', buffering=1)
     os.dup2(2, 1)
-    trainer.save_example_model(folder/'model')
+    save_example_model(folder/'model')
     cfg = make_config(config(folder, folder/'warm'))
-    policy = trainer.load_policy(cfg, 'cpu')
-    trainer.prepare_cache(cfg, folder/'cache', policy)
+    policy = load_policy(cfg, 'cpu')
+    prepare_cache(cfg, folder/'cache', policy)
     gc.collect()
     gc.freeze()                                        # the children share these pages
     print('ready', file=answers)
