@@ -204,7 +204,8 @@ class ModalityRule(LossRule):
         for name in ('gate_good', 'gate_bad', 'length'):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f'{name} must be finite and > 0; got {getattr(self, name)}')
-        if not 0 <= self.entropy_coef < math.inf: raise ValueError(f'entropy_coef must be finite and >= 0; got {self.entropy_coef}')
+        if not 0 <= self.entropy_coef < math.inf:
+            raise ValueError(f'entropy_coef must be finite and >= 0; got {self.entropy_coef}')
         if not 0 < self.top_entropy_frac <= 1:
             raise ValueError(f'top_entropy_frac must be in (0,1]; got {self.top_entropy_frac}')
 
@@ -233,10 +234,10 @@ def objective_loss(
     loss = rule.weight * masked_sum(per_token, terms.mask) / (normalizer or 1)
     return loss, objective_stats(terms, rule, log_rho, is_limited(log_rho, A, rule), weights)
 
-
+# %% ../nbs/08_objective.ipynb #check-loss
 def _check_objective(terms:ObjectiveTerms, rule:ModalityRule, normalizer:float) -> None:
     "Refuses a loss that could not mean what it says."
-    needed = dict(ref_logps=rule.kl_coef > 0, entropy=rule.entropy_coef > 0, sampled_logps=rule.correction.kind != 'none')
+    needed = dict(ref_logps=rule.kl_coef, entropy=rule.entropy_coef, sampled_logps=rule.correction.kind != 'none')
     for name, is_needed in needed.items():
         if is_needed and getattr(terms, name) is None: raise ValueError(f'{rule}: there are no {name}')
     if rule.ratio_level == 'bit' and terms.n_parts > 1 and terms.policy_logps.ndim == 2:
