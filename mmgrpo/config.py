@@ -86,10 +86,10 @@ class LossSection(Section):
     advantage_scale:Literal['std', 'none'] = Field('std', description="whether to divide by a deviation of rewards")
     advantage_scope:Literal['group', 'batch'] = Field('group', description="whose deviation: the group's, or pooled")
     baseline:Literal['mean', 'leave_one_out'] = Field('mean', description='of the group, or of the other rollouts')
-    tied:Literal['keep', 'drop'] = Field('keep', description='groups of equal rewards: in the totals of the loss, or out')
+    tied:Literal['keep', 'drop'] = Field('keep', description='groups of equal rewards: counted in the loss, or not')
     truncated:Literal['keep', 'drop'] = Field('keep', description='rollouts cut by a limit: in the loss, or out')
     refill:Whole = Field(0, description='batches drawn at most to replace tied groups; 0 keeps them')
-    refill_failed:Literal['go_on', 'skip'] = Field('go_on', description='too few groups after all: train on those, or skip')
+    refill_failed:Literal['go_on', 'skip'] = Field('go_on', description='if groups are still too few: train, or skip')
     inner_updates:Count = Field(1, description='steps taken from one batch of rollouts')
     kl_in:Literal['loss', 'reward'] = Field('loss', description='where the KL to the reference acts')
     correction:Literal['none', 'truncate', 'mask'] = Field(
@@ -98,11 +98,12 @@ class LossSection(Section):
     correction_cap:float = Field(2.0, ge=1, allow_inf_nan=False, description='largest such weight')
     on_drift:Literal['warn', 'stop'] = Field('warn', description='what a kl_limit or entropy_floor does')
 
-
+# %% ../nbs/02_config.ipynb #modalities
 class ModalitySection(Section):
     "The loss of one modality."
     weight:NonNegative = Field(1.0, description='what its loss counts')
-    objective:Literal['clip', 'clipped_weight', 'soft_gate', 'reinforce'] = Field('clip', description='what a step climbs')
+    objective:Literal['clip', 'clipped_weight', 'soft_gate', 'reinforce'] = Field(
+        'clip', description='what a step climbs')
     clip_low:float = Field(0.2, gt=0, lt=1, description='the ratio counts down to 1 - clip_low')
     clip_high:Positive = Field(0.2, description='the ratio counts up to 1 + clip_high')
     kl_coef:NonNegative = Field(0.0, description='weight of the KL to the reference')
@@ -110,20 +111,20 @@ class ModalitySection(Section):
     entropy_coef:NonNegative = Field(0.0, description='weight of the entropy bonus')
     reduce:Literal['token', 'sequence', 'constant'] = Field(
         'token', description='mean over all tokens, over each rollout first, or over the longest completion')
-    top_entropy_frac:float = Field(1.0, gt=0, le=1, description='share of a rollout that is in the loss: the least sure')
+    top_entropy_frac:float = Field(1.0, gt=0, le=1, description='share of tokens in the loss: the least sure')
     kl_limit:Optional[Positive] = Field(None, description='mean KL to the reference that is drift; null: no limit')
     entropy_floor:Optional[Positive] = Field(None, description='mean entropy below which is drift; null: no limit')
 
 
 class TextSection(ModalitySection):
     "The loss of words."
-    ratio_level:Literal['token', 'sequence'] = Field('token', description='what the ratio is of: a word, or all of them')
+    ratio_level:Literal['token', 'sequence'] = Field('token', description='the ratio is of a word, or of all')
 
 
 class VisualSection(ModalitySection):
     "The loss of drawn visual tokens."
     ratio_level:Literal['token_mean', 'token', 'bit', 'sequence'] = Field(
-        'token_mean', description="the ratio is of the geometric mean of a token's bits, their product, each, or all tokens")
+        'token_mean', description="the ratio is of a token's bits in the mean, their product, each, or all tokens")
 
 # %% ../nbs/02_config.ipynb #optimizer
 class OptimizerSection(Section):

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FIGURES', 'update_rules', 'make_optimizer', 'learning_rate_factor', 'make_scheduler', 'Learner', 'token_batches',
-           'Shares', 'reward_table', 'rollout_shares', 'MicroBatch', 'micro_batches', 'modality_weights',
-           'weight_totals', 'modality_terms', 'surprise', 'MicroResult', 'score', 'backward', 'reference_scores',
-           'kl_penalties', 'step', 'Snapshot', 'TokenRecord', 'token_records', 'UpdateResult', 'update_stats',
-           'merged_gap', 'Work', 'prepare', 'go_over', 'execute_actor_update']
+           'Shares', 'reward_table', 'rollout_shares', 'MicroBatch', 'micro_batches', 'drawn_masks', 'modality_weights',
+           'weight_totals', 'by_modality', 'modality_terms', 'surprise', 'MicroResult', 'score', 'backward',
+           'reference_scores', 'kl_penalties', 'step', 'Snapshot', 'TokenRecord', 'token_records', 'UpdateResult',
+           'update_stats', 'Work', 'prepare', 'go_over', 'merged_gap', 'execute_actor_update']
 
 # %% ../nbs/17_engine.ipynb #imports
 import math, warnings
@@ -120,7 +120,8 @@ def reward_table(
         if missing := {part.name for part in parts} - set.intersection(*(set(v.rewards) for v in g.verdicts)):
             raise ValueError(f'Group {g.group_id}: a verdict without the rewards {sorted(missing)}')
     verdicts = [v for g in groups for v in g.verdicts]
-    columns = {part.name: [v.rewards[part.name] for v in verdicts] for part in parts} or dict(reward=[v.reward for v in verdicts])
+    columns = {part.name: [v.rewards[part.name] for v in verdicts] for part in parts}
+    if not parts: columns['reward'] = [v.reward for v in verdicts]
     return {name: [math.nan if r is None else r for r in column] for name, column in columns.items()}
 
 # %% ../nbs/17_engine.ipynb #rollout-shares
@@ -148,8 +149,9 @@ def rollout_shares(
         flat[:, places] = torch.stack([a.values * counts, counts.float()])
         shares.advantages[kind], counts = flat[:, start:start + len(ids)]
         shares.counts[kind] = counts != 0
-        shares.stats.update({f'{kind}/tied_frac': float(a.tied.double().mean()), f'{kind}/scored_frac': float(a.scored.double().mean()),
-                             f'{kind}/advantage_max': float(a.values.abs().max())})
+        figures = dict(tied_frac=a.tied.double().mean(), scored_frac=a.scored.double().mean(),
+                       advantage_max=a.values.abs().max())
+        shares.stats.update({f'{kind}/{key}': float(x) for key, x in figures.items()})
     return shares
 
 # %% ../nbs/17_engine.ipynb #micro-batches
@@ -172,14 +174,21 @@ def micro_batches(
             for rows, end in zip(tokens, ends)]
 
 # %% ../nbs/17_engine.ipynb #weights
+def drawn_masks(
+    tokens:TokenBatch,
+) -> dict[str,Tensor]: # 'text' and 'visual' -> (R,T) bool
+    "Which tokens were a choice."
+    return dict(text=tokens.text_mask, visual=tokens.visual_mask)
+
+
 def modality_weights(
     batch:MicroBatch, # of R rows
     rules:UpdateRules, # what a token weighs
     entropy:dict[str,Tensor]|None=None, # (R,T) where tokens are chosen by it; None: any choice, for the totals
 ) -> dict[str,Tensor]: # 'text' and 'visual' -> (R,T) float32; 0 = does not count
     "What each token counts in the loss of its modality."
-    weights, masks = {}, dict(text=batch.tokens.text_mask, visual=batch.tokens.visual_mask)
-    for kind, mask in masks.items():
+    weights = {}
+    for kind, mask in drawn_masks(batch.tokens).items():
         rule, mask = getattr(rules, kind), mask & batch.counts[kind][:, None]
         guide = torch.zeros(mask.shape, device=mask.device) if entropy is None else entropy[kind]
         weights[kind] = token_weights(top_entropy(guide, mask, rule.top_entropy_frac), rule.reduce, rule.length)
@@ -193,12 +202,19 @@ def weight_totals(
 ) -> dict[str,float]: # 'text' and 'visual' -> total weight of the whole update
     "The normaliser of each modality."
     weights = [modality_weights(b, rules) for b in batches]
-    mine = {kind: sum(weight_total(w[kind], b.counts[kind], getattr(rules, kind).reduce) for w, b in zip(weights, batches))
-            for kind in MODALITIES}
+    total = lambda kind, w, b: weight_total(w[kind], b.counts[kind], getattr(rules, kind).reduce)
+    mine = {kind: sum(total(kind, w, b) for w, b in zip(weights, batches)) for kind in MODALITIES}
     everyone = context.all_gather_object(mine)
     return {kind: sum(totals[kind] for totals in everyone) for kind in mine}
 
 # %% ../nbs/17_engine.ipynb #terms
+def by_modality(
+    scored:TokenLogps,
+) -> dict[str,Tensor]: # 'text' -> (R,T), 'visual' -> (R,T,K); nats
+    "Log-probs of words, and of each bit of a visual token."
+    return dict(text=scored.logps, visual=scored.bitwise())
+
+
 def modality_terms(
     scored:TokenLogps, # under the policy, with gradient
     behavior:TokenLogps|None, # as scored before the first step; None: this is before the first step
@@ -207,15 +223,16 @@ def modality_terms(
     rules:UpdateRules, # what a token weighs
 ) -> dict[str,ObjectiveTerms]: # 'text' and 'visual'
     "What the loss looks at, for words and for drawn pictures."
-    own = dict(text=scored.logps, visual=scored.bitwise())
-    old = {kind: x.detach() for kind, x in own.items()} if behavior is None else dict(text=behavior.logps, visual=behavior.bitwise())
-    other = dict.fromkeys(own) if ref is None else dict(text=ref.logps, visual=ref.bitwise())
+    own = by_modality(scored)
+    old = {kind: x.detach() for kind, x in own.items()} if behavior is None else by_modality(behavior)
+    other = dict.fromkeys(own) if ref is None else by_modality(ref)
     with torch.set_grad_enabled(rules.visual.entropy_coef > 0): drawing = bit_entropy(own['visual']).mean(-1)
-    entropy = dict(text=scored.entropy, visual=drawing)
-    before = entropy if behavior is None else dict(text=behavior.entropy, visual=bit_entropy(old['visual']).mean(-1))
-    weights, parts = modality_weights(batch, rules, before), dict(text=1, visual=scored.n_bits)
-    return {kind: ObjectiveTerms(own[kind], old[kind], other[kind], batch.advantages[kind][:, None].expand(weights[kind].shape),
-                                 weights[kind], parts[kind], entropy[kind], batch.tokens.logps) for kind in MODALITIES}
+    entropy, before = dict(text=scored.entropy, visual=drawing), None
+    if behavior is not None: before = dict(text=behavior.entropy, visual=bit_entropy(old['visual']).mean(-1))
+    weights, parts = modality_weights(batch, rules, before or entropy), dict(text=1, visual=scored.n_bits)
+    said = {kind: A[:, None].expand(weights[kind].shape) for kind, A in batch.advantages.items()}
+    return {kind: ObjectiveTerms(own[kind], old[kind], other[kind], said[kind], weights[kind], parts[kind],
+                                 entropy[kind], batch.tokens.logps) for kind in MODALITIES}
 
 
 @torch.no_grad()
@@ -261,8 +278,9 @@ def backward(
     found = {kind: objective_loss(terms[kind], getattr(rules, kind), totals[kind]) for kind in terms}
     sum(loss for loss, _ in found.values()).backward()
     return MicroResult({kind: float(loss.detach()) for kind, (loss, _) in found.items()},
-                       {kind: stats for kind, (_, stats) in found.items()}, {kind: surprise(t) for kind, t in terms.items()},
-                       dict(text=int(batch.tokens.text_mask.sum()), visual=int(batch.tokens.visual_mask.sum())), scored.detached())
+                       {kind: stats for kind, (_, stats) in found.items()},
+                       {kind: surprise(t) for kind, t in terms.items()},
+                       {kind: int(mask.sum()) for kind, mask in drawn_masks(batch.tokens).items()}, scored.detached())
 
 # %% ../nbs/17_engine.ipynb #reference
 @torch.no_grad()
@@ -285,10 +303,12 @@ def kl_penalties(
     "What the distance to the reference costs each rollout."
     penalties = []
     for rows, ref in zip(tokens, refs):
-        own, total = learner.scorer(rows), 0
-        for kind, mask, a, b, n in (('text', rows.text_mask, own.logps, ref.logps, 1), ('visual', rows.visual_mask, own.bitwise(), ref.bitwise(), own.n_bits)):
+        scored, total, masks = learner.scorer(rows), torch.zeros(len(rows), device=rows.ids.device), drawn_masks(rows)
+        own, other, parts = by_modality(scored), by_modality(ref), dict(text=1, visual=scored.n_bits)
+        for kind in MODALITIES:
             rule = getattr(rules, kind)
-            if rule.kl_coef: total = total + rule.kl_coef * row_mean(per_part(KL_ESTIMATORS[rule.kl_estimator](a, b, a), n), mask)[:, 0]
+            distance = per_part(KL_ESTIMATORS[rule.kl_estimator](own[kind], other[kind], own[kind]), parts[kind])
+            total = total + rule.kl_coef * row_mean(distance, masks[kind])[:, 0]
         penalties += total.tolist()
     return penalties
 
@@ -400,16 +420,6 @@ def update_stats(
         stats |= {f'{kind}/{key}': merged.get(key) for key in FIGURES}
     return stats
 
-
-def merged_gap(
-    parts:Sequence[Gap], # of one modality, one a rank
-) -> Gap:
-    "The gap over all ranks; its 99th percentile is the largest of theirs."
-    n = sum(gap.n for gap in parts)
-    worst = max(parts, key=lambda gap: math.inf if math.isnan(gap.max) else gap.max)
-    mean = sum(gap.mean * gap.n for gap in parts) / max(n, 1)
-    return Gap(mean, max(gap.p99 for gap in parts), worst.max, n, worst.worst)
-
 # %% ../nbs/17_engine.ipynb #work
 @dataclass(frozen=True, eq=False)
 class Work:
@@ -442,7 +452,8 @@ def prepare(
     batches = micro_batches(tokens, shares)
     drawn = Counter(bytes(code) for rows in tokens for code in rows.bits.cpu().numpy())
     codes = sum(context.all_gather_object(drawn), Counter())
-    return Work(batches, refs, weight_totals(batches, rules, context), shares.stats | code_usage(codes, policy.n_bits), left)
+    stats = shares.stats | code_usage(codes, policy.n_bits)
+    return Work(batches, refs, weight_totals(batches, rules, context), stats, left)
 
 # %% ../nbs/17_engine.ipynb #one-pass
 def go_over(
@@ -453,8 +464,18 @@ def go_over(
 ) -> list[MicroResult]: # one a batch
     "One pass over the rollouts of this rank."
     learner.optimizer.zero_grad(set_to_none=True)
-    every = list(zip(work.batches, work.refs, behavior))
-    return context.gather_stage('update', lambda: [backward(learner, batch, work.rules, work.totals, ref, old) for batch, ref, old in every])
+    one = lambda batch, ref, old: backward(learner, batch, work.rules, work.totals, ref, old)
+    return context.gather_stage('update', lambda: list(map(one, work.batches, work.refs, behavior)))
+
+
+def merged_gap(
+    parts:Sequence[Gap], # of one modality, one a rank
+) -> Gap:
+    "The gap over all ranks; its 99th percentile is the largest of theirs."
+    n = sum(gap.n for gap in parts)
+    worst = max(parts, key=lambda gap: math.inf if math.isnan(gap.max) else gap.max)
+    mean = sum(gap.mean * gap.n for gap in parts) / max(n, 1)
+    return Gap(mean, max(gap.p99 for gap in parts), worst.max, n, worst.worst)
 
 
 def _columns(rows:Sequence[dict]) -> dict[str,list]: return {key: [row[key] for row in rows] for key in rows[0]}
@@ -502,5 +523,6 @@ def execute_actor_update(
         if not finite: break
     if finite: _advance(learner.scheduler)
     elif len(norms) > 1: before.restore(learner)
-    return UpdateResult(finite, not any(norms), norm, any(n > rules.max_grad_norm for n in norms), loss, lrs, stats, drift,
-                        token_records(groups, work.batches, first, work.refs))
+    clipped = any(n > rules.max_grad_norm for n in norms)
+    records = token_records(groups, work.batches, first, work.refs)
+    return UpdateResult(finite, not any(norms), norm, clipped, loss, lrs, stats, drift, records)

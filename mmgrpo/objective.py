@@ -299,7 +299,8 @@ class UpdateRules:
 
     @property
     def asks_reference(self) -> bool: # whether log-probs under the reference are needed
-        return any(getattr(self, kind).kl_coef > 0 or getattr(self, f'{kind}_limits').ref_kl is not None for kind in MODALITIES)
+        both = (self.text, self.text_limits), (self.visual, self.visual_limits)
+        return any(rule.kl_coef > 0 or limits.ref_kl is not None for rule, limits in both)
 
     @property
     def asks_entropy(self) -> bool: # whether the entropy of words is needed
@@ -342,7 +343,8 @@ def code_usage(
     if not (n := codes.total()): return {'visual/codes_frac': None, 'visual/bit_balance': None}
     packed = torch.frombuffer(bytearray(b''.join(codes)), dtype=torch.uint8).view(len(codes), -1)
     ones = (unpack_bits(packed, n_bits).double() * torch.tensor(list(codes.values()))[:, None]).sum(0) / n
-    return {'visual/codes_frac': len(codes) / n, 'visual/bit_balance': float((2 * torch.minimum(ones, 1 - ones)).mean())}
+    balance = float((2 * torch.minimum(ones, 1 - ones)).mean())
+    return {'visual/codes_frac': len(codes) / n, 'visual/bit_balance': balance}
 
 
 def drift_lines(
@@ -357,5 +359,6 @@ def drift_lines(
         if limits.ref_kl is not None and not kl <= limits.ref_kl:
             lines.append(f'{kind}: {kl:.3g} nats a {unit} from the reference, {kind}.kl_limit is {limits.ref_kl:g}')
         if limits.entropy is not None and not entropy >= limits.entropy:
-            lines.append(f'{kind}: an entropy of {entropy:.3g} nats a {unit}, {kind}.entropy_floor is {limits.entropy:g}')
+            lines.append(f'{kind}: an entropy of {entropy:.3g} nats a {unit}, '
+                         f'{kind}.entropy_floor is {limits.entropy:g}')
     return tuple(lines)

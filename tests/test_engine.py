@@ -4,17 +4,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from mmgrpo.advantage import AdvantageRule, RewardPart
 from mmgrpo.core import Verdict
-from mmgrpo.engine import (Learner, UpdateRules, execute_actor_update, learning_rate_factor,
-    make_optimizer, micro_batches, weight_totals)
-from mmgrpo.loss import LossRule
+from mmgrpo.engine import (Learner, execute_actor_update, learning_rate_factor, make_optimizer, micro_batches,
+    rollout_shares, token_batches, weight_totals)
+from mmgrpo.loss import REDUCTIONS
+from mmgrpo.objective import OBJECTIVES, Correction, ModalityRule, UpdateRules
 from mmgrpo.policy import RolloutLimits, example_policy, example_prompt
 from mmgrpo.process import DistributedContext
 from mmgrpo.rollout import GRPORolloutController
 from mmgrpo.score import FrozenReference, PolicyScorer
 
 REWARDS = [[1., 0., 0., 1.], [0., 1., 0., 0.], [0., 0., 0., 0.], [1., 1., 0., 1.]]
-RULES = UpdateRules(advantage_scale='none')
+RULES = UpdateRules(advantage=AdvantageRule('none'))
 
 
 @dataclass(frozen=True)
@@ -96,17 +98,22 @@ def in_two_ranks(learners, shares, scorers=(None, None)) -> list:
     return results
 
 
-@pytest.mark.parametrize('reduce', ['token', 'sequence'])
+def both(rules=RULES, **choices) -> UpdateRules:
+    "The same choices for words and for pictures."
+    return replace(rules, text=replace(rules.text, **choices), visual=replace(rules.visual, **choices))
+
+
+@pytest.mark.parametrize('reduce', REDUCTIONS)
 @pytest.mark.parametrize('size', [1, 3, 7])
 def test_micro_batches_are_one_batch(groups, size, reduce):
-    rules = replace(RULES, reduce=reduce)
+    rules = both(reduce=reduce, length=9.)
     whole = moved(learner(), groups, rules)
     close(moved(learner(), groups, replace(rules, micro_batch_rollouts=size)), whole)
 
 
 @pytest.mark.parametrize('level', ['token', 'bit'])
 def test_the_ratio_level_does_not_change_the_first_step(groups, level):
-    rules = replace(RULES, visual=LossRule(ratio_level=level))
+    rules = replace(RULES, visual=ModalityRule(ratio_level=level))
     close(moved(learner(), groups, rules), moved(learner(), groups))
 
 
@@ -115,8 +122,10 @@ def test_the_order_of_groups_does_not_matter(groups):
 
 
 def test_a_tied_group_counts_in_the_normaliser_and_nowhere_else(groups):
-    rules, parts = replace(RULES, visual=LossRule(weight=0.)), [groups[0], groups[1], groups[3]]
-    def total(part): return weight_totals(micro_batches(part, RULES), 'token', DistributedContext())['text']
+    rules, parts = replace(RULES, visual=ModalityRule(weight=0.)), [groups[0], groups[1], groups[3]]
+    def total(part):
+        batches = micro_batches(token_batches(part, 64), rollout_shares(part, RULES))
+        return weight_totals(batches, RULES, DistributedContext())['text']
     assert total(parts) < total(groups)
     smooth = dict(weight_decay=0., eps=1e3)
     close(moved(learner(**smooth), groups, rules), moved(learner(**smooth), parts, rules) * total(parts) / total(groups))
@@ -155,12 +164,12 @@ def test_tied_groups_move_nothing_without_a_kl_and_something_with_one(groups):
     moved(one, groups)                                               # moments, and a distance to the reference
     tied = [g.scored([replace(v, reward=1.) for v in g.verdicts]) for g in groups]
     assert moved(one, tied).abs().max() == 0, 'neither momentum nor decay'
-    pulled = moved(one, tied, replace(RULES, text=LossRule(kl_coef=.5), visual=LossRule(kl_coef=.5)))
+    pulled = moved(one, tied, replace(RULES, text=ModalityRule(kl_coef=.5), visual=ModalityRule(kl_coef=.5)))
     assert pulled.abs().max() > 0
 
 
 def test_a_kl_pulls_back_to_the_reference(groups):
-    one, rules = learner(weight_decay=0., beta1=0., eps=1e-3), replace(RULES, text=LossRule(kl_coef=1.), visual=LossRule(kl_coef=1.))
+    one, rules = learner(weight_decay=0., beta1=0., eps=1e-3), replace(RULES, text=ModalityRule(kl_coef=1.), visual=ModalityRule(kl_coef=1.))
     for _ in range(3): moved(one, groups)
     tied = [g.scored([replace(v, reward=1.) for v in g.verdicts]) for g in groups]
     kl = []
