@@ -142,10 +142,10 @@ class Life:
 
 class Trials:
     "Starts trials and keeps the ledger."
-    def __init__(self, folder):
+    def __init__(self, folder, script=__file__):
         self.folder, self.n, self.injected, self.wrong = Path(folder), 0, Counter(), []
         environment = os.environ | {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
-        self.server = subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self.server = subprocess.Popen([sys.executable, str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                        stderr=(self.folder/'server.err').open('w'), text=True, env=environment)
         assert self.server.stdout.readline() == 'ready\n', (self.folder/'server.err').read_text()
 
