@@ -15,8 +15,8 @@ from typing import Annotated, ClassVar, Literal, Mapping, Optional, Sequence
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from .settings import (ConfigError, Count, NAME_RULE, NonNegative, Positive, Section, Seed, Share, Text, Texts, Whole,
-    apply_overrides, fault_line, fingerprint_of, legal, listed, one_line, parse_yaml, read_text, shown)
+from .settings import (ConfigError, Count, NAME_RULE, NonNegative, Positive, Section, Seed, Share, Text,
+    Texts, Whole, apply_overrides, fault_line, fingerprint_of, legal, listed, one_line, parse_yaml, read_text, shown)
 
 # %% ../nbs/02_config.ipynb #run-data
 class RunSection(Section):
@@ -102,7 +102,7 @@ class TextSection(ModalitySection):
 class VisualSection(ModalitySection):
     "The loss of drawn visual tokens."
     ratio_level:Literal['token_mean', 'token', 'bit'] = Field(
-        'token_mean', description="what the ratio is of: the geometric mean over a token's bits, their product, or each")
+        'token_mean', description="what the ratio is of: the geometric mean of a token's bits, their product, or each")
 
 # %% ../nbs/02_config.ipynb #optimizer
 class OptimizerSection(Section):
