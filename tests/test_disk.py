@@ -90,7 +90,7 @@ def test_a_fault_at_every_call_of_the_disk(trials, brief, stages, tmp_path, part
     "First commit, rolling commit with pruning, log, report, pictures, adapter, summary: each call fails, does half, or is the last."
     all_cases = cases(stages)
     assert {what.split()[0] for _, _, what, _ in all_cases} >= set(CALLS) - {'truncate'}
-    mine = all_cases[part::20] if TORTURE else some_of_each(all_cases, 5)
+    mine = all_cases[part::20] if TORTURE else some_of_each(all_cases, 4)
     for n, case in enumerate(mine): suffer(trials, brief, stages, case, tmp_path/str(n))
 
 

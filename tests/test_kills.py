@@ -11,7 +11,7 @@ from ledger import TORTURE, size
 # --- kills and signals
 
 @pytest.mark.goal('R1')
-@pytest.mark.parametrize('number', range(size(6, 200)))
+@pytest.mark.parametrize('number', range(size(5, 200)))
 def test_kill_9_at_random(trials, long, tmp_path, number):
     "Twelve updates, killed up to five times: at an instant, or right before or after a call of the disk."
     chance, run, kills, left = random.Random(number), tmp_path/'run', 0, 1.
@@ -73,7 +73,7 @@ def test_a_signal_at_random(trials, long, tmp_path, number):
 # --- two writers
 
 @pytest.mark.goal('R5')
-@pytest.mark.parametrize('number', range(size(5, 1000)))
+@pytest.mark.parametrize('number', range(size(4, 1000)))
 def test_several_processes_want_one_run(trials, brief, tmp_path, number):
     "Released together: one goes on to the end, the others leave within five seconds and without a byte written."
     chance, run = random.Random(number), tmp_path/'run'
