@@ -339,13 +339,14 @@ class Trials:
         assert life.code == 0, life.err
         return life
 
-    def cold(self, run, sections=(), after=None) -> int:
-        "A new interpreter, as from a shell, perhaps killed after some seconds; its exit code."
+    def cold(self, run, sections=(), after=None, started=True) -> int:
+        "A new interpreter, as from a shell, perhaps killed some seconds after it began to train (or was started); its exit code."
         job = self.job(run, sections)
         words = [sys.executable, '-c', 'import sys; from mmgrpo.cli import train_main; sys.exit(train_main())', *job['words']]
         environment = os.environ | {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
         self.ledger.processes += 1
         with open(job['out'], 'w') as out, open(job['err'], 'w') as err, subprocess.Popen(words, stdout=out, stderr=err, env=environment) as process:
+            while after is not None and started and process.poll() is None and 'RL_RESUME' not in Path(job['out']).read_text(): time.sleep(.02)
             try: return process.wait(timeout=HANG_S if after is None else after)
             except subprocess.TimeoutExpired:
                 process.kill()
