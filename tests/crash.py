@@ -32,7 +32,7 @@ class Recorder:
             if self.at is not None and self.n >= self.at: raise Died
             new = name == 'open' and not os.path.lexists(args[0])
             result = real(*args)
-            getattr(self, f'_{name}')(result, new, *args)
+            getattr(self, f'_{name}', lambda *args: None)(result, new, *args)     # what only looks leaves no trace
             return result
         return call
 

@@ -62,7 +62,7 @@ def life(output, disk=DISK, said=lambda **facts: None) -> None:
             prune_checkpoints(path.parent, 1, path, disk)
         run.write_json('validation_start.json', {'accuracy': .5})
         run.publish('adapter', lambda temp: write_file(temp/'weights', b'last', disk), {'update': UPDATES})
-        run.finish({'updates': UPDATES})
+        run.finish({'adapter': 'adapter', 'attempted': UPDATES, 'successful': UPDATES})
         said(finished=True)
 
 
@@ -214,9 +214,9 @@ HERE = sys.modules[__name__]
 
 
 @pytest.mark.parametrize('where, name, wrong, what', [
-    (storage, 'publish_directory', rename_first, 'is missing'), (HERE, 'save_checkpoint', manifest_first, 'is missing'),
+    (storage, 'publish_directory', rename_first, 'is not complete'), (HERE, 'save_checkpoint', manifest_first, 'has no MANIFEST'),
     (HERE, 'save_checkpoint', old_one_first, 'is lost'), (record, 'atomic_write', in_place, 'JSON'),
-    (storage, 'sync_directory', lambda path, disk: None, 'lost')])
+    (storage, 'sync_directory', lambda path, disk: None, 'not a run of ours')])
 def test_a_wrong_writer(tmp_path, monkeypatch, where, name, wrong, what):
     with monkeypatch.context() as patch:
         patch.setattr(where, name, wrong)
