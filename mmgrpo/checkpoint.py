@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .config import InputError
+from .settings import InputError
 from .storage import (DISK, Disk, json_bytes, parse_json, parse_tensors, publish_folder, read_folder,
     remove_directory, tensor_bytes, unseal, write_file)
 

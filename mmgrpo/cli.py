@@ -21,7 +21,7 @@ def failure(
     error:BaseException, # what a command raised
 ) -> tuple[int, str]: # exit code; one line without the command's name
     "What an exception means to the person at the terminal."
-    from mmgrpo.config import InputError, one_line
+    from mmgrpo.settings import InputError, one_line
     text = one_line(error)
     if isinstance(error, KeyboardInterrupt): return 130, 'interrupted'
     if isinstance(error, FileNotFoundError) and error.filename is not None: return 2, f'{error.filename}: no such file'
@@ -167,7 +167,8 @@ def prepare_main(
 
 
 def _prepare(args):
-    from mmgrpo.config import ConfigError, load_config
+    from mmgrpo.config import load_config
+    from mmgrpo.settings import ConfigError
     cfg = load_config(args.config, args.overrides)
     output = args.output or cfg.data.cache_root
     if output is None:

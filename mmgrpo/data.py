@@ -20,8 +20,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from .config import InputError
 from .core import Prompt, stream
+from .settings import InputError
 from .storage import (DISK, Disk, naming, publish_directory, remove_directory, sealed, sha256, temp_directory,
     tensor_bytes, unseal, write_file)
 from .verifier import check_gold

@@ -41,9 +41,8 @@ def update_rules(
     cfg:RLConfig, # a valid config
 ) -> UpdateRules:
     "The rules that a config asks for."
-    rule = lambda kind: LossRule(getattr(cfg.loss, f'{kind}_weight'), cfg.loss.clip_low, cfg.loss.clip_high,
-                                 getattr(cfg.loss, f'kl_coef_{kind}'), cfg.loss.ratio_level)
-    return UpdateRules(rule('text'), rule('visual'), cfg.loss.advantage_scale, cfg.loss.reduce,
+    text, visual = (LossRule(**section.model_dump()) for section in (cfg.text, cfg.visual))
+    return UpdateRules(text, visual, cfg.loss.advantage_scale, cfg.loss.reduce,
                        cfg.trainer.micro_batch_rollouts, cfg.optimizer.max_grad_norm,
                        cfg.trainer.gap_tolerance_text, cfg.trainer.gap_tolerance_visual)
 

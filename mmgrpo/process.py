@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from .config import InputError, RLConfig
+from .config import RLConfig
+from .settings import InputError
 
 # %% ../nbs/16_process.ipynb #context
 class DistributedContext:

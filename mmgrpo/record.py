@@ -11,7 +11,8 @@ import fcntl, os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .config import Config, InputError, config_differences, run_directory
+from .config import Config, run_directory
+from .settings import InputError, config_differences
 from .storage import (DISK, TEMP_PREFIX, Disk, append_line, atomic_write, create_file, finite_or_null, json_bytes,
     make_directory, naming, parse_json, publish_folder, read_folder, read_lines, sealed, sweep_temps, unseal)
 

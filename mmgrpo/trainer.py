@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from .checkpoint import (Checkpoint, latest_checkpoint, load_checkpoint, load_optimizer_tensors, load_scheduler,
     optimizer_tensors, prune_checkpoints, restore_rng, rng_state, save_checkpoint, scheduler_state)
-from .config import InputError, RLConfig, fingerprint_of, run_directory, warmup_updates
+from .config import RLConfig, run_directory, warmup_updates
 from .core import Group
 from .data import (PackedTrajectoryCache, query_indices_for_update, query_schedule_fingerprint, train_indices,
     write_cache)
@@ -44,6 +44,7 @@ from .puzzle import Puzzle, make_puzzle
 from .record import COMPLETE, RunDirectory, check_finished
 from .rollout import GRPORolloutController
 from .score import FrozenReference, PolicyScorer
+from .settings import InputError, fingerprint_of
 from .storage import (append_line, atomic_write, finite_or_null, json_bytes, make_directory, parse_json,
     parse_tensors, read_folder, read_lines, remove_directory, tensor_bytes, write_file)
 from .uniar import UniARForConditionalGeneration, seeded, toy_config

@@ -24,7 +24,7 @@ def config(folder, run, sections=()) -> dict:
         model=dict(path=str(folder/'model'), lora_rank=2, lora_alpha=4),
         rollout=dict(group_size=4, max_think_tokens=2, max_answer_tokens=2),
         trainer=dict(max_updates=UPDATES, prompts_per_update=1, device='cpu', micro_batch_rollouts=4),
-        loss=dict(kl_coef_visual=.1), optimizer=dict(lr=.01),
+        visual=dict(kl_coef=.1), optimizer=dict(lr=.01),
         evaluation=dict(rollouts_per_prompt=1, max_prompts=1, every_updates=2, ablations=False),
         checkpoint=dict(every_updates=1), logging=dict(pictures_every_updates=2))
     raw['run']['name'] = run.name

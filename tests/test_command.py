@@ -162,7 +162,7 @@ def test_debug_shows_the_traceback_and_ends_with_the_same_line():
 
 def trainer(body):
     "Code that puts a stand-in for `mmgrpo.trainer` in place, whose `train` has this body."
-    return ('import types; from mmgrpo.config import InputError; trainer = types.ModuleType("mmgrpo.trainer"); '
+    return ('import types; from mmgrpo.settings import InputError; trainer = types.ModuleType("mmgrpo.trainer"); '
             f'sys.modules["mmgrpo.trainer"] = trainer\ndef train(cfg, stop_after_updates=None):\n  {body}\n'
             'trainer.train = train; trainer.prepare_cache = lambda cfg, output: output')
 

@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given, strategies as st
 from project import ROOT
 
-from mmgrpo.config import (
-    ConfigError, RLConfig, SFTConfig, apply_overrides, config_rows, config_table, load_config, make_config, parse_yaml, run_directory)
+from mmgrpo.config import RLConfig, SFTConfig, config_rows, config_table, load_config, make_config, run_directory
+from mmgrpo.settings import ConfigError, apply_overrides, parse_yaml
 
 SHIPPED = sorted((ROOT / 'configs').glob('*.yaml'))
 SMALLEST = {'run': {'name': 'demo'}, 'trainer': {'max_updates': 200, 'prompts_per_update': 16}, 'optimizer': {'lr': 1e-4}}

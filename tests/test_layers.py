@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from project import LIB, NBS, ROOT, cells, modules, named, notebooks, rooms
 
-LIGHT = ['config', 'viz', 'verifier', 'cli']    # `mmgrpo_train --help` and a plot do not wait for torch
+LIGHT = ['settings', 'config', 'viz', 'verifier', 'cli']    # `mmgrpo_train --help` and a plot do not wait for torch
 HEAVY = {'torch', 'transformers', 'peft', 'accelerate', 'matplotlib', 'tensorboard'}
 NOT_AT_RUN_TIME = {'nbdev', 'fastcore', 'execnb', 'IPython', 'pytest', 'hypothesis'}    # the dev extra
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mmgrpo.checkpoint import latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
-from mmgrpo.config import InputError, RLConfig, make_config
+from mmgrpo.config import RLConfig, make_config
 from mmgrpo.record import RunDirectory, rewind_log
+from mmgrpo.settings import InputError
 from mmgrpo.storage import TEMP_PREFIX, Disk, StorageError, append_line, atomic_write, read_lines, sweep_temps, write_file
 
 CALLS = tuple(Disk.__dataclass_fields__)

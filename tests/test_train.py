@@ -11,8 +11,9 @@ from pathlib import Path
 import mmgrpo.trainer as trainer
 import pytest
 from mmgrpo.checkpoint import load_checkpoint
-from mmgrpo.config import InputError, make_config, run_directory
+from mmgrpo.config import make_config, run_directory
 from mmgrpo.score import PolicyScorer
+from mmgrpo.settings import InputError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -34,7 +35,7 @@ def config(model, output, **changes):
         model=dict(path=str(model), lora_rank=2, lora_alpha=4),
         rollout=dict(group_size=4, max_think_tokens=6, max_answer_tokens=2),
         trainer=dict(max_updates=4, prompts_per_update=2, device='cpu', micro_batch_rollouts=4),
-        loss=dict(kl_coef_visual=.1), optimizer=dict(lr=.01),
+        visual=dict(kl_coef=.1), optimizer=dict(lr=.01),
         evaluation=dict(rollouts_per_prompt=2, max_prompts=4, every_updates=2, ablations=False),
         checkpoint=dict(every_updates=2), logging=dict(pictures_every_updates=2))
     for path, value in changes.items():
