@@ -6,31 +6,24 @@ import os
 import random
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from crash import Died, Recorder, crash_states, lay_out
+from ledger import TORTURE
 
 from mmgrpo import checkpoint, record, storage
 from mmgrpo.checkpoint import MANIFEST, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
-from mmgrpo.config import InputError, RLConfig, make_config
+from mmgrpo.config import RLConfig, make_config
 from mmgrpo.record import COMPLETE, RunDirectory
+from mmgrpo.settings import InputError
 from mmgrpo.storage import TEMP_PREFIX, Disk, append_line, read_folder, read_lines, write_file
 
-TORTURE = os.environ.get('MMGRPO_TORTURE', '') not in ('', '0')
 DISK, UPDATES = Disk(fsync=os.fstat), 3
-INJECTED = Counter()
+pytestmark = pytest.mark.goal('R3')
 HEAD = pytest.mark.xfail(strict=True, reason='a line of the log whose beginning is lost is not taken for a torn one')
 PREDECESSOR = pytest.mark.xfail(strict=True, reason='what a killed process had not synced is relied on by the next')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def ledger(request):
-    yield
-    kinds = ', '.join(f'{n} {kind}' for kind, n in sorted(INJECTED.items()))
-    with request.config.pluginmanager.get_plugin('capturemanager').global_and_fixture_disabled(): print(f'\nfaults injected: {kinds}')
 
 
 # --- a life, and what must be left of it
@@ -123,35 +116,35 @@ def recorded(folder, at=None, writer=life) -> Recorder:
 
 
 @pytest.fixture(scope='module')
-def straight(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('straight')/'life'
+def life_alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('alone')/'life'
     return recorded(folder), files(folder)
 
 
 # --- every state is recovered from
 
 @pytest.mark.parametrize('torn', [False, pytest.param(True, marks=HEAD)], ids=['appended in order', 'appended in any order'])
-def test_a_power_cut(straight, tmp_path, torn):
+def test_a_power_cut(ledger, life_alone, tmp_path, torn):
     "At every call of a life; each tenth state is gone on from to the end."
-    recorder, wanted = straight
+    recorder, wanted = life_alone
     states = list(crash_states(recorder.ops, random.Random(0), 4000 if TORTURE else 64, torn=torn))
     for i, (said, tree) in enumerate(states):
         check(said, tree, tmp_path/'state', wanted if i % 10 == 0 else None)
-        INJECTED['power cut'] += 1
+        ledger.fault('power cut')
     assert len(states) > 500
 
 
 @pytest.mark.parametrize('torn', [pytest.param(False, marks=PREDECESSOR), pytest.param(True, marks=HEAD)], ids=['appended in order', 'appended in any order'])
-def test_a_kill_and_then_a_power_cut(straight, tmp_path, torn):
+def test_a_kill_and_then_a_power_cut(ledger, life_alone, tmp_path, torn):
     "The second process goes on from what the first left, part of which no disk has."
-    calls, chance = straight[0].n, random.Random(1)
+    calls, chance = life_alone[0].n, random.Random(1)
     for at in range(1, calls) if TORTURE else sorted(chance.sample(range(1, calls), 40)):
         first = recorded(tmp_path/f'life-{at}', at)
-        assert files(tmp_path/f'life-{at}') == straight[1]
+        assert files(tmp_path/f'life-{at}') == life_alone[1]
         states = list(crash_states(first.ops, chance, 16, first.start, torn))
         for said, tree in chance.sample(states, min(len(states), 160 if TORTURE else 30)):
             check(said, tree, tmp_path/'state')
-            INJECTED['power cut after a kill'] += 1
+            ledger.fault('power cut after a kill')
         shutil.rmtree(tmp_path/f'life-{at}')
 
 
@@ -171,9 +164,9 @@ def forgetful(ops, folders) -> list:
     return [op for op in ops if op[0] != 'fsync' or (kinds[op[1]] == 'folder') != folders]
 
 
-def test_a_disk_that_lies(straight, tmp_path):
-    assert 'Error' in caught(forgetful(straight[0].ops, folders=False), tmp_path)
-    assert 'Error' in caught(forgetful(straight[0].ops, folders=True), tmp_path)
+def test_a_disk_that_lies(life_alone, tmp_path):
+    assert 'Error' in caught(forgetful(life_alone[0].ops, folders=False), tmp_path)
+    assert 'Error' in caught(forgetful(life_alone[0].ops, folders=True), tmp_path)
 
 
 def rename_first(temp, dest, disk):

@@ -1,4 +1,4 @@
-"""One tiny run for the tests that only look at what a run leaves: paused, finished, and another one beside it. Made once a session, never changed."""
+"""The runs of the fault tests as seen from inside pytest: for tests that read what a run left, or start one more in this process."""
 import contextlib
 import io
 import shutil
@@ -6,41 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mmgrpo.trainer as trainer
-from faults import config
+import pytest
+from faults import PAUSE, config
 from mmgrpo.config import RLConfig, make_config
-from mmgrpo.policy import UniARPolicy
-
-PAUSE, MADE = 3, {}
 
 
 @dataclass(frozen=True)
-class Tiny:
-    "Where it lies, and its policy with fresh weights."
+class Made:
+    "Where the model and the cache lie, and three runs: paused after `PAUSE` updates, ended, and paused with another learning rate."
     folder:Path
-    policy:UniARPolicy
+    paused:Path
+    done:Path
+    other:Path
 
     def config(self, run, sections=()) -> RLConfig: return make_config(config(self.folder, Path(run), sections))
-    def copy(self, name, place) -> Path: return Path(shutil.copytree(self.folder/name/'run', Path(place)/'run', symlinks=True))
+    def copy(self, name, place) -> Path: return Path(shutil.copytree(getattr(self, name), Path(place)/'run', symlinks=True))
+
+
+@pytest.fixture(scope='module')
+def made(trials, straight, paused, tmp_path_factory) -> Made:
+    other = tmp_path_factory.mktemp('other')/'run'
+    trials.ended(other, dict(optimizer=dict(lr=.02)), stop=PAUSE)
+    return Made(trials.folder, paused, straight.run, other)
 
 
 def train(cfg, **kwargs) -> list[str]:
-    "Train; the lines it wrote."
+    "Train in this process; the lines that it wrote."
     with contextlib.redirect_stdout(io.StringIO()) as out: trainer.train(cfg, **kwargs)
     return out.getvalue().splitlines()
-
-
-def tiny(factory) -> Tiny:
-    "`paused/run` after three updates, `done/run` the same run at its end, `other/run` one of another learning rate after three updates."
-    if not MADE: MADE['tiny'] = make(factory.mktemp('tiny'))
-    return MADE['tiny']
-
-
-def make(folder) -> Tiny:
-    trainer.save_example_model(folder/'model')
-    runs = {name: make_config(config(folder, folder/name/'run', dict(optimizer=dict(lr=lr)))) for name, lr in dict(paused=.01, done=.01, other=.02).items()}
-    policy = trainer.load_policy(runs['paused'], 'cpu')
-    trainer.prepare_cache(runs['paused'], folder/'cache', policy)
-    for name in ('paused', 'other'): train(runs[name], stop_after_updates=PAUSE)
-    shutil.copytree(folder/'paused', folder/'done')
-    train(runs['done'])
-    return Tiny(folder, policy)
