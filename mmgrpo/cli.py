@@ -173,7 +173,7 @@ def _prepare(args):
     output = args.output or cfg.data.cache_root
     if output is None:
         raise ConfigError(f'{args.config}: data.cache_root: null is no place to write; a directory, or --output DIR')
-    from mmgrpo.trainer import prepare_cache
+    from mmgrpo.setup import prepare_cache
     print(f'prepared {prepare_cache(cfg, output)}')
 
 # %% ../nbs/28_cli.ipynb #module-main

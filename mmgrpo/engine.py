@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['FIGURES', 'UpdateRules', 'update_rules', 'make_optimizer', 'learning_rate_factor', 'make_scheduler', 'Learner',
            'MicroBatch', 'micro_batches', 'modality_weights', 'weight_totals', 'modality_terms', 'surprise',
-           'MicroResult', 'backward', 'step', 'UpdateResult', 'update_stats', 'merged_gap', 'execute_actor_update']
+           'MicroResult', 'backward', 'step', 'TokenRecord', 'token_records', 'UpdateResult', 'update_stats',
+           'merged_gap', 'execute_actor_update']
 
 # %% ../nbs/17_engine.ipynb #imports
 import math, warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -163,6 +164,7 @@ class MicroResult:
     stats:dict[str,dict] # modality -> figures of `grpo_loss`
     surprise:dict[str,float] # modality -> sum over tokens
     scored:TokenLogps # detached, for the gap
+    ref_logps:Tensor|None # (R,T) under the reference, where it was asked
 
 
 def backward(
@@ -183,7 +185,8 @@ def backward(
     return MicroResult({kind: float(loss.detach()) for kind, (loss, _) in found.items()},
                        {kind: stats for kind, (_, stats) in found.items()},
                        {kind: surprise(t) for kind, t in terms.items()},
-                       replace(scored, logps=scored.logps.detach(), bits=scored.bits.detach()))
+                       replace(scored, logps=scored.logps.detach(), bits=scored.bits.detach()),
+                       None if ref is None else ref.logps)
 
 # %% ../nbs/17_engine.ipynb #step
 def step(
@@ -212,6 +215,32 @@ def _advance(
         warnings.filterwarnings('ignore', 'Detected call of `lr_scheduler.step')
         scheduler.step()
 
+# %% ../nbs/17_engine.ipynb #token-records
+@dataclass(frozen=True, eq=False)
+class TokenRecord:
+    "What an update knew of the T tokens of one rollout; all on the CPU, without gradient."
+    sample_id:str # the rollout's prompt
+    index:int # which of the group's rollouts
+    group_id:tuple[int|str,str] # the group's
+    advantages:Tensor # (T,) float32; unitless
+    policy_logps:Tensor # (T,) float32 nats; a visual token's is the sum over its bits; 0 where nothing was drawn
+    ref_logps:Tensor|None # the same under the reference; None where it was not asked
+
+
+def token_records(
+    groups:Sequence[Group], # of this rank
+    batches:Sequence[MicroBatch], # cut from them
+    results:Sequence[MicroResult], # one a batch
+) -> tuple[TokenRecord,...]: # one a rollout, in order
+    "Take padded rows apart into rollouts again."
+    owners = [(g.group_id, r) for g in groups for r in g.rollouts]
+    rows = [(b.advantages[row], m.scored.logps[row], None if m.ref_logps is None else m.ref_logps[row])
+            for b, m in zip(batches, results) for row in range(len(b.tokens))]
+    cut = lambda row, n: None if row is None else row[:n].to('cpu', torch.float32, copy=True)
+    return tuple(TokenRecord(r.sample_id, r.index, group_id, cut(advantage.expand(r.n_tokens), r.n_tokens),
+                             cut(logps, r.n_tokens), cut(ref, r.n_tokens))
+                 for (group_id, r), (advantage, logps, ref) in zip(owners, rows))
+
 # %% ../nbs/17_engine.ipynb #result
 @dataclass(frozen=True)
 class UpdateResult:
@@ -223,6 +252,7 @@ class UpdateResult:
     loss:float # of the whole update
     lrs:tuple[float,...] # rates that the step was taken with, one a group of the optimizer
     stats:dict[str,float|None] # 'text/...' and 'visual/...'
+    records:tuple[TokenRecord,...]=field(default=(), compare=False) # one a rollout of this rank alone, in batch order
 
 
 FIGURES = ('loss', 'surprise', 'ratio_mean', 'ratio_max', 'clip_frac', 'approx_kl', 'ref_kl', 'gap', 'gap_max',
@@ -273,10 +303,12 @@ def execute_actor_update(
     try: mine = context.gather_stage('update', score)
     finally: policy.train(False)
     gap = logp_gap([batch.tokens for batch in batches], [result.scored for result in mine])
-    everyone = context.all_gather_object(([replace(result, scored=None) for result in mine], gap))
+    light = [replace(result, scored=None, ref_logps=None) for result in mine]
+    everyone = context.all_gather_object((light, gap))
     results = [result for part, _ in everyone for result in part]
     gaps = {kind: merged_gap([part[kind] for _, part in everyone]) for kind in gap}
     loss = sum(sum(result.losses.values()) for result in results)
     if gate and math.isfinite(loss): check_gap(gaps, rules.gap_tolerance_text, rules.gap_tolerance_visual)
     successful, norm = step(learner, loss, rules.max_grad_norm, context)
-    return UpdateResult(successful, norm == 0, norm, norm > rules.max_grad_norm, loss, lrs, update_stats(results, gaps))
+    return UpdateResult(successful, norm == 0, norm, norm > rules.max_grad_norm, loss, lrs, update_stats(results, gaps),
+                        token_records(groups, batches, mine))

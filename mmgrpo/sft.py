@@ -30,13 +30,14 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from .config import InputError, SFTConfig, run_directory
+from .config import SFTConfig, run_directory
 from .core import Prompt, Segment, stream, unpack_bits
 from .evaluate import encode_pictures, reference_texts
 from .pixels import PixelDecoder, preprocess, psnr
 from .policy import UniARPolicy, collate, make_prompt, prompt_text
 from .puzzle import LETTERS, QUESTION, Puzzle, make_puzzle, plan_text, readback_text
 from .rollout import GRPORolloutController, teacher_rollout
+from .settings import InputError
 from .uniar import UniARConfig, UniARForConditionalGeneration, seeded
 from .verifier import VisualJigsawABCDVerifier
 

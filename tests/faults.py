@@ -44,15 +44,16 @@ def serve(folder) -> None:
     import gc
 
     import mmgrpo.cli  # noqa: F401
-    import mmgrpo.trainer as trainer
+    import mmgrpo.trainer  # noqa: F401
     from mmgrpo.config import make_config
+    from mmgrpo.setup import load_policy, prepare_cache
 
     answers = os.fdopen(os.dup(1), 'w', buffering=1)
     os.dup2(2, 1)
     save_model(folder/'model')
     cfg = make_config(config(folder, folder/'warm'))
-    policy = trainer.load_policy(cfg, 'cpu')
-    trainer.prepare_cache(cfg, folder/'cache', policy)
+    policy = load_policy(cfg, 'cpu')
+    prepare_cache(cfg, folder/'cache', policy)
     gc.collect()
     gc.freeze()                                        # the children share these pages
     print('ready', file=answers)
@@ -61,10 +62,8 @@ def serve(folder) -> None:
 
 def save_model(folder) -> None:
     "The example model with one layer of each kind and four tokens a picture: what a run does is the same, in a fifth of the time."
-    import mmgrpo.trainer as trainer
-
-    home = next(sys.modules[name] for name in ('mmgrpo.setup', 'mmgrpo.trainer') if hasattr(sys.modules.get(name), 'toy_config'))
-    whole, decoder = home.toy_config, home.PixelDecoder
+    import mmgrpo.setup as setup
+    whole, decoder = setup.toy_config, setup.PixelDecoder
 
     def small(text, vision, **flags):
         text |= dict(hidden_size=16, num_hidden_layers=1, intermediate_size=32)
@@ -73,9 +72,9 @@ def save_model(folder) -> None:
     class Decoder(decoder):
         def __init__(self, n_bits, patch, hidden, depth): super().__init__(n_bits, 16, 8, depth)
 
-    home.toy_config, home.PixelDecoder = small, Decoder
-    trainer.save_example_model(folder)
-    home.toy_config, home.PixelDecoder = whole, decoder
+    setup.toy_config, setup.PixelDecoder = small, Decoder
+    setup.save_example_model(folder)
+    setup.toy_config, setup.PixelDecoder = whole, decoder
 
 
 def trial(jobs:list, policy) -> list:
@@ -116,7 +115,6 @@ def attach(child, job) -> None:
 def live(job:dict, policy, began) -> None:
     "The child: the command, with its lines and its draws written where a kill cannot take them back."
     import mmgrpo.cli as cli
-    import mmgrpo.trainer as trainer
     from mmgrpo.storage import DISK
 
     code = 1

@@ -164,7 +164,8 @@ def trainer(body):
     "Code that puts a stand-in for `mmgrpo.trainer` in place, whose `train` has this body."
     return ('import types; from mmgrpo.settings import InputError; trainer = types.ModuleType("mmgrpo.trainer"); '
             f'sys.modules["mmgrpo.trainer"] = trainer\ndef train(cfg, stop_after_updates=None):\n  {body}\n'
-            'trainer.train = train; trainer.prepare_cache = lambda cfg, output: output')
+            'trainer.train = train\nsetup = types.ModuleType("mmgrpo.setup"); sys.modules["mmgrpo.setup"] = setup\n'
+            'setup.prepare_cache = lambda cfg, output: output')
 
 
 @pytest.mark.parametrize('body, code, line', [

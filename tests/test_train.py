@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import mmgrpo.journal as journal
+import mmgrpo.setup as setup
 import mmgrpo.trainer as trainer
 import pytest
 from mmgrpo.checkpoint import load_checkpoint
@@ -20,12 +22,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory) -> Path:
-    return trainer.save_example_model(tmp_path_factory.mktemp('model'))
+    return setup.save_example_model(tmp_path_factory.mktemp('model'))
 
 
 @pytest.fixture(scope='module')
 def other_model(tmp_path_factory) -> Path:
-    return trainer.save_example_model(tmp_path_factory.mktemp('other'), seed=1)
+    return setup.save_example_model(tmp_path_factory.mktemp('other'), seed=1)
 
 
 def config(model, output, **changes):
@@ -114,8 +116,9 @@ class Crash(BaseException):
 
 
 def crash_at(monkeypatch, name:str, n:int, after:bool) -> None:
-    "Let the `n`-th call of a function of the trainer crash, before or after it does its work."
-    whole, calls = getattr(trainer, name), []
+    "Let the `n`-th call of a function that the trainer uses crash, before or after it does its work."
+    room = next(room for room in (trainer, journal, setup) if hasattr(room, name))
+    whole, calls = getattr(room, name), []
 
     def crashing(*args, **kwargs):
         calls.append(name)
@@ -124,7 +127,7 @@ def crash_at(monkeypatch, name:str, n:int, after:bool) -> None:
         if len(calls) == n: raise Crash
         return value
 
-    monkeypatch.setattr(trainer, name, crashing)
+    monkeypatch.setattr(room, name, crashing)
 
 
 @pytest.mark.parametrize('name, n, after', [
@@ -259,7 +262,7 @@ def refused(cfg, match:str, error=InputError) -> None:
 
 
 def test_bad_input_is_refused_untouched(model, other_model, tmp_path):
-    cache = trainer.prepare_cache(config(model, tmp_path), tmp_path/'cache')
+    cache = setup.prepare_cache(config(model, tmp_path), tmp_path/'cache')
     (tmp_path/'foreign').mkdir()
     (tmp_path/'foreign'/'thesis.txt').write_text('mine')
     refused(config(model, tmp_path, run__name='foreign'), 'not a run of ours')
