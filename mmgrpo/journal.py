@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'CHANGE', 'TrainState', 'Seen', 'attempt_record', 'peak_memory', 'say', 'add_record', 'add_report',
-           'add_pictures', 'open_tensorboard', 'reports', 'Journal', 'log_attempt', 'keep_pictures', 'condensed',
-           'run_summary', 'last_words', 'shown']
+           'add_pictures', 'open_tensorboard', 'reports', 'Journal', 'log_attempt', 'keep_pictures', 'keep_artifact',
+           'condensed', 'run_summary', 'last_words', 'shown']
 
 # %% ../nbs/24_journal.ipynb #imports
 import io, sys, time
@@ -20,6 +20,7 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from .artifact import drop_artifacts_after, prune_artifacts, save_update_artifact
 from .config import RLConfig
 from .core import Group
 from .engine import UpdateResult
@@ -154,6 +155,7 @@ class Journal:
     ):
         self.parts, self.run, self.seen, self.since = parts, run, seen, time.monotonic()
         cfg, records = parts.cfg, run.rewind(state.attempted) if run else []
+        if run: drop_artifacts_after(run.path, state.attempted, run.disk)
         self.writer = open_tensorboard(cfg, run.path, state, records) if run else None
         self.bar = tqdm(total=cfg.trainer.max_updates, initial=state.successful, desc=cfg.run.name, unit='update',
                         disable=run is None or not on_terminal(), dynamic_ncols=True)
@@ -211,6 +213,19 @@ def keep_pictures(
     atomic_write(path.with_suffix('.json'), json_bytes(notes, indent=1))
     atomic_write(path, png.getvalue())
     if journal.writer: add_pictures(journal.writer, path)
+
+# %% ../nbs/24_journal.ipynb #artifact
+def keep_artifact(
+    journal:Journal, # of the main rank
+    state:TrainState, # after the attempt
+    groups:Sequence[Group], # of all ranks
+    result:UpdateResult, # with the records of all ranks
+) -> None:
+    "Keep what an attempt was made of, for as long as the config says."
+    run, cfg = journal.run, journal.parts.cfg
+    facts = dict(successful=state.successful, config=cfg.fingerprint(), reference=journal.parts.learner.reference.sha256)
+    save_update_artifact(run.path, state.attempted, groups, result, facts, run.disk)
+    prune_artifacts(run.path, cfg.logging.keep_artifacts, state.attempted, run.disk)
 
 # %% ../nbs/24_journal.ipynb #summary
 SHOWN = ('accuracy', 'low', 'high', 'valid_frac', 'right_bits', 'n_puzzles')

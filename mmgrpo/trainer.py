@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Due', 'evaluation_due', 'plan', 'draws', 'collect', 'save', 'starting_checkpoint', 'restore', 'schedule_at',
-           'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'fit', 'finish', 'open_run',
-           'quiet', 'train', 'session', 'begin', 'go_on']
+           'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'everyone', 'fit', 'finish',
+           'open_run', 'quiet', 'train', 'session', 'begin', 'go_on']
 
 # %% ../nbs/25_trainer.ipynb #imports
 import contextlib, json, time, warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,10 @@ from .checkpoint import (Checkpoint, latest_checkpoint, load_checkpoint, load_op
 from .config import RLConfig, run_directory
 from .core import Group
 from .data import PackedTrajectoryCache, query_indices_for_update
-from .engine import execute_actor_update
+from .engine import UpdateResult, execute_actor_update
 from .evaluate import CONDITIONS, Examiner, evaluate, group_metrics, rollout_rows, solution_bits
-from .journal import (Journal, Seen, TrainState, attempt_record, last_words, log_attempt, peak_memory,
-    run_summary, say)
+from .journal import (Journal, Seen, TrainState, attempt_record, keep_artifact, last_words, log_attempt,
+    peak_memory, run_summary, say)
 from .policy import UniARPolicy, model_folder, tensors_digest
 from .process import DistributedContext, deterministic, make_context
 from .record import RunDirectory, check_finished
@@ -241,8 +241,22 @@ def attempt(
     timing = dict(rollout_s=sampled - began, update_s=ended - sampled, seconds=ended - began, finished_at=time.time(),
                   peak_gpu_memory_gib=peak_memory())
     record = attempt_record(after, found, result, timing)
+    if parts.cfg.logging.keep_artifacts: # a choice of the config, so that all ranks take part or none
+        whole = everyone(context, groups, result)
+        context.main_call('artifact', lambda: keep_artifact(journal, after, *whole))
     context.main_call('log', lambda: log_attempt(journal, after, record, groups[0]))
     return after
+
+
+def everyone(
+    context:DistributedContext, # all ranks
+    groups:Sequence[Group], # of this rank
+    result:UpdateResult, # with the records of this rank
+) -> tuple[list[Group],UpdateResult]: # of all
+    "A batch and its records as if one rank had done all of it."
+    parts = context.all_gather_object((list(groups), result.records))
+    return ([group for part, _ in parts for group in part],
+            replace(result, records=tuple(record for _, part in parts for record in part)))
 
 # %% ../nbs/25_trainer.ipynb #fit
 def fit(
