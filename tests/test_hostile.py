@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import resource  # noqa: F401
 import shutil
 import sys
 import zipfile
@@ -19,6 +18,7 @@ import torch
 from ledger import size
 from tiny import made, train  # noqa: F401
 
+import mmgrpo.setup as setup
 from mmgrpo.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from mmgrpo.config import RLConfig, load_config, make_config
 from mmgrpo.data import PackedTrajectoryCache
@@ -145,10 +145,9 @@ def test_code_in_a_config_and_in_a_cache(ledger, made, tmp_path):
 @pytest.mark.parametrize('name', ['model.safetensors', 'pixel_decoder.safetensors', 'pixel_decoder.json', 'config.json', 'tokenizer.json'])
 def test_code_in_a_model(ledger, made, tmp_path, name):
     "Also where the weights are missing and older kinds of file lie in their place: none of them is opened."
-    import mmgrpo.trainer as trainer
     model = Path(shutil.copytree(made.folder/'model', tmp_path/'model'))
     cfg = made.config(tmp_path/'run', dict(model=dict(path=str(model))))
-    load = lambda: (trainer.load_policy(cfg, 'cpu'), trainer.load_pixel_decoder(model))
+    load = lambda: (setup.load_policy(cfg, 'cpu'), setup.load_pixel_decoder(model))
     load()
     for what, data in payloads(tmp_path/'canary').items():
         if not what.startswith(('pickle 2', 'torch', 'numpy', 'python')): continue
