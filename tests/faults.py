@@ -222,7 +222,8 @@ class Poison:
         self.attempted, self.value, self.updates, self.policy = None, float(value), range(first, first + n), policy
         kind, _, what = place.partition(' ')
         if kind == 'gradient': torch.nn.utils.clip_grad_norm_ = self.gradients(torch.nn.utils.clip_grad_norm_, what)
-        if kind == 'loss': engine.grpo_loss = self.losses(engine.grpo_loss, what)
+        for name in ('grpo_loss', 'objective_loss') if kind == 'loss' else ():
+            if hasattr(engine, name): setattr(engine, name, self.losses(getattr(engine, name), what))
         if kind == 'logits': self.heads(engine, what)
         if kind == 'reward': verifier.VisualJigsawABCDVerifier.__call__ = self.rewards(verifier.VisualJigsawABCDVerifier.__call__)
 
@@ -243,12 +244,12 @@ class Poison:
         return loss
 
     def heads(self, engine, kind):
-        whole, backward, inside = getattr(self.policy, f'{kind}_head'), engine.backward, []
+        import torch
+        whole, backward, inside, rows = getattr(self.policy, f'{kind}_head'), engine.backward, [], torch.zeros(1, dtype=torch.long)
 
         def head(hidden):
             logits = whole(hidden)
-            if inside and self.now and len(logits): logits = logits.index_put((*[logits.new_zeros(1).long()] * 2,), logits.new_tensor([self.value]))
-            return logits
+            return logits.index_fill(0, rows.to(logits.device)[:len(logits)], self.value) if inside and self.now else logits
 
         def scoring(*args, **kwargs):
             inside.append(True)

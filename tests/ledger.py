@@ -67,6 +67,7 @@ class Ledger:
         path = Path(path)
         record = json.loads(path.read_text()) if path.exists() else dict(tests={}, figures={})
         for name, entry in self.entries.items():
+            if not entry.goal: continue
             held = record['tests'].get(name, {})
             pieces = {p: was for p, was in held.get('pieces', {}).items() if p.partition('/')[2] == PIECE.partition('/')[2]}
             found = {key: value for key, value in vars(entry).items() if key not in ('goal', 'about')}

@@ -14,15 +14,15 @@ from ledger import TORTURE, size
 @pytest.mark.parametrize('number', range(size(6, 200)))
 def test_kill_9_at_random(trials, long, tmp_path, number):
     "Twelve updates, killed up to five times: at an instant, or right before or after a call of the disk."
-    chance, run, kills = random.Random(number), tmp_path/'run', 0
+    chance, run, kills, left = random.Random(number), tmp_path/'run', 0, 1.
     for _ in range(chance.randint(1, 5)):
-        call = dict(at=chance.randint(1, len(long.life.trace)), kind=chance.choice(['kill before', 'kill after']))
-        at = dict(after=chance.uniform(0, long.life.cpu), cpu=True) if chance.random() < .7 else dict(call=call)
+        call = dict(at=chance.randint(1, 1 + round(left * len(long.life.trace))), kind=chance.choice(['kill before', 'kill after']))
+        at = dict(after=chance.uniform(0, left * long.life.cpu), cpu=True) if chance.random() < .7 else dict(call=call)
         life = trials.live(run, long.sections, **at)
         follows(life, long)
         assert life.code in (0, -signal.SIGKILL), life.err
         if life.code == 0: break
-        kills += 1
+        kills, left = kills + 1, 1 - (life.saved or life.start or 0) / 12
         keeps(life, run)
     goes_on(trials, long, run, 'SIGKILL', kills)
 
