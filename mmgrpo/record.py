@@ -16,7 +16,7 @@ from .config import Config, run_directory
 from .settings import InputError, config_differences
 from .storage import (DISK, TEMP_PREFIX, Disk, append_line, atomic_write, check_writable, create_file,
     finite_or_null, json_bytes, make_directory, naming, parse_json, publish_folder, read_file, read_folder, read_lines,
-    sealed, sweep_temps, unseal)
+    sealed, sweep_temps, sync_directory, unseal)
 
 # %% ../nbs/19_record.ipynb #lock
 class RunLock:
@@ -220,18 +220,42 @@ def rewind_log(
 ) -> list[dict]: # the lines kept
     "Drop what was logged after the checkpoint, and a torn last line; a log that was cut or changed is refused."
     path = Path(path)
-    records, held = read_lines(path), read_file(path) if path.exists() else b''
-    last = check_order(path, records)
-    if 0 < last < attempted and not held.endswith(b'\n'):
+    held = read_file(path) if path.exists() else b''
+    kept, size = _lines_up_to(path, held, attempted, seal)
+    last = check_order(path, kept)
+    if 0 < last < attempted and size < len(held) and b'\n' not in held[size:]:
         raise ValueError(f'{path} was cut after update {last}, the checkpoint is of {attempted}: '
                          'move newer checkpoints away to go on from there')
-    kept = [record for record in records if record['attempted'] <= attempted]
     if seal is not None and (found := LogSeal(kept).value()) != seal:
         raise ValueError(f'{path} is not the log that the checkpoint of update {attempted} knows '
                          f'({found["lines"]} lines up to there, {seal.get("lines")} when it was saved): '
                          'put the log back, or move newer checkpoints away')
-    if held != (data := b''.join(map(json_bytes, kept))): atomic_write(path, data, disk)
+    if size < len(held): atomic_write(path, held[:size], disk)
     return kept
+
+# %% ../nbs/19_record.ipynb #check-order
+def _lines_up_to(
+    path:Path, # for the error
+    held:bytes, # the log
+    attempted:int, # the last update that counts
+    seal:Mapping|None, # knows how many lines count
+) -> tuple[list[dict],int]: # their records; their size in bytes
+    "The lines that a checkpoint knows; what comes after them is dropped and need not make sense."
+    kept, size, enough = [], 0, seal.get('lines') if seal else None
+    for number, line in enumerate(held.split(b'\n')[:-1], 1):
+        if attempted == 0 or len(kept) == enough or (kept and _attempt(kept[-1]) == attempted): break
+        record = parse_json(line, f'{path}, line {number},')
+        if type(key := _attempt(record)) is int and key > attempted: break
+        kept.append(record)
+        size += len(line) + 1
+    return kept, size
+
+
+def _attempt(
+    record, # a line's content
+): # None when it names no update
+    "The attempted update that a line belongs to."
+    return record.get('attempted') if isinstance(record, dict) else None
 
 
 def check_order(
@@ -241,7 +265,7 @@ def check_order(
     "Refuse a log in which an update comes twice, too early or unnamed."
     last = 0
     for number, record in enumerate(records, 1):
-        key = record.get('attempted') if isinstance(record, dict) else None
+        key = _attempt(record)
         if type(key) is not int or key <= last:
             raise ValueError(f'{path}, line {number}: attempted is {key!r} after {last}')
         last = key
@@ -299,8 +323,10 @@ def _open(
             lock.close()
             return kind(path, True, True)
         check_writable(path, disk)
+        for folder in (path.parent, path): sync_directory(folder, disk)
         resumed = not claim_run_directory(path, cfg, disk)
         check_writable(make_directory(path/'checkpoints', disk), disk)
+        sync_directory(path/'checkpoints', disk)
         for folder in (path, *sorted(filter(Path.is_dir, path.iterdir()))):
             if not folder.name.startswith(TEMP_PREFIX): sweep_temps(folder, disk)
         record_config(path, cfg, disk)

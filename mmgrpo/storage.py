@@ -66,7 +66,7 @@ def opened(
     except BaseException:
         with contextlib.suppress(OSError): disk.close(fd)
         raise
-    disk.close(fd)
+    with contextlib.suppress(InterruptedError): disk.close(fd)
 
 
 def _write_all(
@@ -218,11 +218,12 @@ def publish_directory(
 ) -> Path: # dest
     "Give a finished directory its name, after the disk has everything below it."
     temp, dest = Path(temp), Path(dest)
-    if os.path.lexists(dest): raise FileExistsError(f'{dest} exists already: it is not replaced')
     with naming(dest, 'publish'):
         for folder, _, files in os.walk(temp, topdown=False, onerror=_give_up):
             for name in files: sync_directory(Path(folder)/name, disk)          # a file is synced in the same way
             sync_directory(folder, disk)
+    if os.path.lexists(dest): raise FileExistsError(f'{dest} exists already: it is not replaced')
+    with naming(dest, 'publish'):
         disk.replace(temp, dest)
         sync_directory(dest.parent, disk)
     return dest
@@ -343,13 +344,25 @@ def finite_or_null(
     if isinstance(value, (list, tuple)): return [finite_or_null(v) for v in value]
     return value
 
+
+def _finite(
+    text:str, # a number with a point or an exponent
+) -> float:
+    "Refuse 1e999, which Python would read as infinity."
+    if not math.isfinite(value := float(text)): raise ValueError(f'{text} is too large')
+    return value
+
 # %% ../nbs/12_storage.ipynb #parse
 def parse_json(
     data:bytes, # UTF-8
     name:Path|str, # for the error: the file, or the file and the line
 ): # the value
     "Read strict JSON, or say what is wrong with which file."
-    try: return json.loads(data.decode(), object_pairs_hook=_no_twice, parse_constant=_no_constant, parse_float=_finite)
+    strict = dict(object_pairs_hook=_no_twice, parse_constant=_no_constant, parse_float=_finite)
+    try:
+        value = json.loads(data.decode(), **strict)
+        if b'\\u' in data: json_bytes(value)             # half a surrogate pair is no text and cannot be written
+        return value
     except (ValueError, RecursionError) as error: raise ValueError(f'{name} is not valid JSON: {error}') from error
 
 
@@ -369,14 +382,6 @@ def _no_constant(
 ) -> None:
     "Refuse what is Python's and not JSON's."
     raise ValueError(f'{word} is not JSON')
-
-
-def _finite(
-    text:str, # a number with a point or an exponent
-) -> float:
-    "Refuse 1e999, which Python would read as infinity."
-    if not math.isfinite(value := float(text)): raise ValueError(f'{text} is too large')
-    return value
 
 # %% ../nbs/12_storage.ipynb #seal
 def sha256(
@@ -411,7 +416,17 @@ def read_lines(
     "All acknowledged records of a log."
     if not Path(path).exists(): return []
     *lines, _ = read_file(path).split(b'\n')
-    return [parse_json(line, f'{path}, line {number},') for number, line in enumerate(lines, 1)]
+    torn = len(lines) > 0 and not _is_json(lines[-1])
+    return [parse_json(line, f'{path}, line {number},') for number, line in enumerate(lines[:len(lines) - torn], 1)]
+
+
+def _is_json(
+    line:bytes, # of a log
+) -> bool: # False for a line that never was whole
+    "Whether a line can be read."
+    try: parse_json(line, '')
+    except ValueError: return False
+    return True
 
 # %% ../nbs/12_storage.ipynb #append
 def append_line(
@@ -433,15 +448,15 @@ def append_line(
 
 def _whole_lines(
     fd:int, # open for reading
-) -> int: # size in bytes of the lines that end in a newline
+) -> int: # size in bytes of the lines that are whole
     "Where the last whole line ends, found from the end in blocks."
-    end = os.fstat(fd).st_size
-    while end > 0:
-        start = max(0, end - 65536)
-        found = os.pread(fd, end - start, start).rfind(b'\n')
-        if found >= 0: return start + found + 1
-        end = start
-    return 0
+    start, tail = os.fstat(fd).st_size, b''
+    while start > 0 and tail.count(b'\n') < 2:
+        start, end = max(0, start - 65536), start
+        tail = os.pread(fd, end - start, start) + tail
+    whole = tail[:tail.rfind(b'\n') + 1]
+    last = whole[whole.rfind(b'\n', 0, -1) + 1:]
+    return start + len(whole) - (0 if _is_json(last) else len(last))
 
 # %% ../nbs/12_storage.ipynb #tensors
 def tensor_bytes(

@@ -28,7 +28,7 @@ from .evaluate import CONDITIONS, Examiner, evaluate, group_metrics, rollout_row
 from .journal import (Journal, Seen, TrainState, attempt_record, keep_artifact, last_words, log_attempt,
     peak_memory, run_summary, say)
 from .policy import UniARPolicy, model_folder, tensors_digest
-from .process import DistributedContext, deterministic, make_context
+from .process import DistributedContext, Stopped, StopSignals, deterministic, make_context
 from .record import RunDirectory, check_finished
 from .settings import InputError
 from .setup import (Parts, build, load_policy, on_terminal, open_cache, prepare_cache, run_reference,
@@ -264,14 +264,20 @@ def fit(
     journal:Journal, # of the run
     state:TrainState, # where it starts
     goal:int, # successful updates to stop at
-) -> TrainState: # where it stopped
-    "Advance a run until `goal`; save and evaluate at the top."
-    first = True
+    stop:StopSignals, # tells of a wish to stop earlier
+) -> TrainState: # where it stopped; saved
+    "Advance a run until `goal`, or until it is asked to stop; save and evaluate at the top."
+    first, context = True, parts.context
     while True:
-        due = plan(state, parts.cfg, goal, journal.now())
-        if due.save: save(parts, journal, state, due)
+        asked = context.agree_on_stop(stop.asked)
+        due = plan(state, parts.cfg, state.successful if asked else goal, journal.now())
+        if due.save:
+            with stop.commit(): save(parts, journal, state, due)
+            continue # who asked meanwhile is heard first
         check_budget(state, parts.cfg, 'GRPO exceeded its non-finite update budget')
-        if due.evaluate: ensure_validation(parts, journal, state)
+        if due.evaluate and not asked: # else the next process does it
+            with stop.nothing_to_save(context.world_size == 1): ensure_validation(parts, journal, state)
+            continue
         if due.stop: return state
         after = attempt(parts, journal, state, gate=first)
         state, first = after, first and after.successful == state.successful    # until an update has passed it
@@ -340,6 +346,7 @@ def train(
     with quiet(), deterministic(cfg):
         finished = context.main_call('start', lambda: check_finished(run_dir, cfg)) # before a model is loaded
         if not finished: finished = session(cfg, context, stop_after_updates)
+    context.close() # after an error it is left to the launcher, who ends the others too
     if finished: say(f'RL_ALREADY_COMPLETE {run_dir}')
     return run_dir
 
@@ -383,13 +390,15 @@ def go_on(
     run:RunDirectory|None, # held; None on all ranks but the main one
     stop_after_updates:int|None, # as in `train`
 ) -> None:
-    "The run from where it is to its end, or to a pause."
+    "The run from where it is to its end, or to a pause; raises `Stopped` after one that a signal asked for."
     (parts, state, start), last = begun, begun[0].cfg.trainer.max_updates
     name = start.name if start else None
     say(f'RL_RESUME successful_updates={state.successful} query_update={state.attempted} checkpoint={name}')
     own = start is not None and start.parent.parent == run_directory(parts.cfg)
     goal = min(last, state.successful + (stop_after_updates or last))
     with Journal(parts, run, state, Seen(state.attempted if own else None)) as journal:
-        state = fit(parts, journal, state, goal)
-        if state.successful < last: say(f'RL_PAUSED step={state.successful}')
+        with StopSignals(parts.cfg.checkpoint.grace_s) as stop: state = fit(parts, journal, state, goal, stop)
+        asked = parts.context.agree_on_stop(stop.asked)
+        if asked or state.successful < last: say(f'RL_PAUSED step={state.successful}')
         else: parts.context.main_call('finish', lambda: finish(parts, journal, state))
+    if asked: raise Stopped(asked, f' at update {state.successful}')

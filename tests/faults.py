@@ -292,10 +292,10 @@ class Life:
 
 class Trials:
     "Starts trials; the ledger counts what was done to them."
-    def __init__(self, folder, ledger):
+    def __init__(self, folder, ledger, script=__file__):
         self.folder, self.ledger, self.n = Path(folder), ledger, 0
         environment = os.environ | {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
-        self.server = subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self.server = subprocess.Popen([sys.executable, str(script), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                        stderr=(self.folder/'server.err').open('w'), text=True, env=environment)
         assert self.server.stdout.readline() == 'ready\n', (self.folder/'server.err').read_text()
 

@@ -177,7 +177,6 @@ def trainer(body):
      "OSError: [Errno 28] No space left on device: 'runs/x' (--debug shows where)"),
     ('1/0', 1, 'ZeroDivisionError: division by zero (--debug shows where)'),
     ('import json; json.loads("{")', 1, None),
-    ('raise KeyboardInterrupt', 130, 'interrupted'),
 ])
 def test_a_failure_has_its_code_and_one_line(body, code, line):
     got, out, err = run('mmgrpo_train', '--config', QUICKSTART, patch=trainer(body))
@@ -201,14 +200,15 @@ def test_prepare_takes_its_place_from_the_flag_else_from_the_config():
 
 
 @pytest.mark.skipif(os.name != 'posix', reason='sends a signal')
-def test_ctrl_c_ends_with_130_and_one_line():
+@pytest.mark.parametrize('sent, code, line', [(signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 143, 'stopped by SIGTERM')])
+def test_a_signal_ends_with_its_code_and_one_line(sent, code, line):
     process = start('mmgrpo_train', '--config', QUICKSTART, patch=trainer('import time; print("on", flush=True); time.sleep(60)'),
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))    # a job in the background ignores it
     assert process.stdout.readline() == 'on\n'
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     began = time.monotonic()
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, 'mmgrpo_train: error: interrupted\n') and time.monotonic() - began < 10
+    assert (process.returncode, err) == (code, f'mmgrpo_train: {line}\n') and time.monotonic() - began < 10
 
 
 # --- the ways to start it
