@@ -100,8 +100,8 @@ def entries(durable:dict, ops) -> dict:
 
 
 class World:
-    "The disk after some calls; `torn` also lets the end of what was appended be there without its beginning."
-    def __init__(self, torn=True): self.inodes, self.said, self.torn = {0: Inode({})}, {}, torn
+    "The disk after some calls."
+    def __init__(self): self.inodes, self.said = {0: Inode({})}, {}
 
     def apply(self, op) -> None:
         kind, *args = op
@@ -144,7 +144,7 @@ class World:
             first = min(at for _, at, _ in inode.pending)
             grown, half = len(whole) - first, first + max(0, len(whole) - first)//2
             found = [whole, whole[:first] + bytes(max(0, grown)), whole[:half], whole[:half] + bytes(len(whole) - half), whole[:first],
-                     *(changed(old, op) for op in inode.pending), *[whole[:first] + bytes(half - first) + whole[half:]]*self.torn, old]
+                     *(changed(old, op) for op in inode.pending), whole[:first] + bytes(half - first) + whole[half:], old]
         return [each for i, each in enumerate(found) if each not in found[:i]]
 
     def states(self, chance, most):
@@ -181,9 +181,9 @@ class World:
         return found
 
 
-def crash_states(ops, chance, most, start=0, torn=True):
+def crash_states(ops, chance, most, start=0):
     "(what was said by then, tree) of each state that a power cut before, between or after the calls from `start` on may leave; each once."
-    world, seen = World(torn), set()
+    world, seen = World(), set()
     for number, op in enumerate([None, *ops]):
         if op: world.apply(op)
         for tree in world.states(chance, most) if number >= start else ():
