@@ -203,14 +203,22 @@ def sorts(made, places):
     for path in sorted(cache.iterdir()): yield Target(path.name, lambda cache: PackedTrajectoryCache(cache).fingerprint), cache, ['hard_link', 'link']
 
 
-@pytest.mark.xfail(strict=True, reason='a FIFO is waited for')
 def test_what_is_no_file(ledger, made, places):
     "Nothing hangs on it, nothing is read through a link out of a checkpoint."
     for target, where, harmless in sorts(made, places):
         if target.name.endswith('MANIFEST') and target.read == newest: continue
         kinds = NO_FILES | BESIDE | (DEVICES if os.geteuid() == 0 else {})
+        if not target.name.endswith(('.safetensors', 'state.json', 'adapter_config.json')): del kinds['huge']       # nobody says how large a list is
         if target.name in ('config.json', 'provenance.json'): kinds = {what: make for what, make in kinds.items() if what not in ('removed', 'dangling')}
         replaced(ledger, target, where, kinds, harmless)
+
+
+@pytest.mark.xfail(strict=True, reason='read whole, whatever its size', raises=MemoryError)
+def test_a_huge_list(ledger, made, places):
+    "A manifest or a claim of a terabyte is not read."
+    for target, where, _ in sorts(made, places):
+        if target.name.endswith(('MANIFEST', 'COMPLETE', 'claim.json', 'config.json', 'provenance.json', 'cache.json')):
+            replaced(ledger, target, where, dict(huge=huge))
 
 
 def test_a_checkpoint_without_a_manifest_is_passed_over(ledger, made, places):
