@@ -46,13 +46,12 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    "The one line that says how it went, and how much it was."
-    if not (line := config.ledger.line()): return
-    terminalreporter.write_line(line)
+    "The line that says how it went and how much it was, and what was measured."
     goals = Counter()
     for entry in config.ledger.entries.values(): goals[entry.goal or 'other'] += sum(entry.faults.values())
-    terminalreporter.write_line(', '.join(f'{goal}: {n:,}' for goal, n in sorted(goals.items()) if n))
-    for name, value in config.ledger.figures.items(): terminalreporter.write_line(f'{name}: {value}')
+    lines = [config.ledger.line(), ', '.join(f'{goal}: {n:,}' for goal, n in sorted(goals.items()) if n)]
+    for line in lines + [f'{name}: {value}' for name, value in config.ledger.figures.items()]:
+        if line: terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(trylast=True)

@@ -85,7 +85,7 @@ def trial(jobs:list, policy) -> list:
         living[child] = number
         if job['strace']: attach(child, job)
     due = sorted((at, child, sent) for child, number in living.items() for at, sent in jobs[number]['signals'])
-    hit = {number: 0 for number in living.values()}
+    hit = {number: [] for number in living.values()}
     clock = lambda child: spent(child) if jobs[living[child]]['cpu'] else time.monotonic() - began
     while living:
         seconds = time.monotonic() - began
@@ -96,10 +96,11 @@ def trial(jobs:list, policy) -> list:
         due = [(at, child, sent) for at, child, sent in due if child in living]
         for at, child, sent in [entry for entry in due if clock(entry[1]) >= entry[0]]:
             os.kill(child, sent)
-            hit[living[child]] += 1
+            hit[living[child]].append(time.monotonic() - began)
             due.remove((at, child, sent))
         time.sleep(.0005)
-    return [dict(code=ended[n][0], seconds=ended[n][1], sent=hit[n], hung=ended[n][1] > HANG_S) for n in range(len(jobs))]
+    return [dict(code=ended[n][0], seconds=ended[n][1], sent=len(hit[n]), lasted=ended[n][1] - min(hit[n], default=ended[n][1]),
+                 hung=ended[n][1] > HANG_S) for n in range(len(jobs))]
 
 
 def spent(child) -> float:
@@ -275,6 +276,7 @@ class Life:
     code:int
     sent:int            # signals that found it alive
     seconds:float
+    lasted:float        # of these, seconds after the first signal
     lines:list
     err:str
     draws:list          # [attempted, rows] of each batch, in order
@@ -326,7 +328,7 @@ class Trials:
         assert not told['hung'], f'{job["words"]} hung'
         text = {key: Path(job[key]).read_text() if Path(job[key]).exists() else '' for key in ('out', 'err', 'draws', 'count')}
         draws, count = [json.loads(line) for line in text['draws'].splitlines()], json.loads(text['count'] or '{}')
-        return Life(told['code'], told['sent'], told['seconds'], text['out'].splitlines(), text['err'], draws,
+        return Life(told['code'], told['sent'], told['seconds'], told['lasted'], text['out'].splitlines(), text['err'], draws,
                     *(count.get(key) for key in ('changes', 'trace', 'written', 'cpu')))
 
     def live(self, run, sections=(), **how) -> Life: return self.together([self.job(run, sections, **how)])[0]
@@ -337,13 +339,14 @@ class Trials:
         assert life.code == 0, life.err
         return life
 
-    def cold(self, run, sections=(), after=None) -> int:
-        "A new interpreter, as from a shell, perhaps killed after some seconds; its exit code."
+    def cold(self, run, sections=(), after=None, started=True) -> int:
+        "A new interpreter, as from a shell, perhaps killed some seconds after it began to train (or was started); its exit code."
         job = self.job(run, sections)
         words = [sys.executable, '-c', 'import sys; from mmgrpo.cli import train_main; sys.exit(train_main())', *job['words']]
         environment = os.environ | {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
         self.ledger.processes += 1
         with open(job['out'], 'w') as out, open(job['err'], 'w') as err, subprocess.Popen(words, stdout=out, stderr=err, env=environment) as process:
+            while after is not None and started and process.poll() is None and 'RL_RESUME' not in Path(job['out']).read_text(): time.sleep(.02)
             try: return process.wait(timeout=HANG_S if after is None else after)
             except subprocess.TimeoutExpired:
                 process.kill()
