@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .core import Prompt, stream
 from .settings import InputError
-from .storage import (DISK, Disk, naming, publish_directory, remove_directory, sealed, sha256, temp_directory,
-    tensor_bytes, unseal, write_file)
+from .storage import (DISK, Disk, filling, naming, publish_directory, remove_directory, sealed, sha256,
+    sweep_orphans, tensor_bytes, unseal, write_file)
 from .verifier import check_gold
 
 # %% ../nbs/18_data.ipynb #row
@@ -146,12 +146,13 @@ def write_cache(
     data = tensor_bytes({name: torch.from_numpy(value) for name, value in _pack(rows, meta).items()})
     letters = Counter(row.gold for row in rows)
     facts = dict(format=FORMAT, rows=len(rows), size=len(data), sha256=sha256(data), letters=letters, **asdict(meta))
-    temp = temp_directory(root, disk)
-    with naming(root, 'write'):
-        write_file(temp/TENSORS, data, disk)
-        write_file(temp/MANIFEST, sealed(facts), disk)
-    if root.exists(): remove_directory(root, disk)
-    return publish_directory(temp, root, disk)
+    with filling(root, disk) as temp:
+        sweep_orphans(root.parent, root.name, disk)           # of processes that died while they made this cache
+        with naming(root, 'write'):
+            write_file(temp/TENSORS, data, disk)
+            write_file(temp/MANIFEST, sealed(facts), disk)
+        if root.exists(): remove_directory(root, disk)
+        return publish_directory(temp, root, disk)
 
 # %% ../nbs/18_data.ipynb #manifest
 AGAIN = 'run mmgrpo_prepare again'

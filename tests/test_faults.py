@@ -215,8 +215,7 @@ def test_tampering_with_claim_and_config(trials, paused, tmp_path):
 
     link = {'link': lambda found: True}                                                  # the same content, only reached by a link
     refuses(trials, run/'.run-claim.json', tmp_path/'other'/'.run-claim.json', opens, 'claim', link)
-    again = {'removed': lambda found: True}                                              # written again: the claim still binds it
-    refuses(trials, run/'config.json', tmp_path/'other'/'config.json', opens, 'config', link | again)
+    refuses(trials, run/'config.json', tmp_path/'other'/'config.json', opens, 'config', link)
     changed = make_config(config(trials.folder, run, dict(optimizer=dict(lr=.02))))
     with in_its_place(run/'config.json', lambda path, kept: None):
         with pytest.raises(ValueError, match='belongs to config'): RunDirectory.open(changed)

@@ -117,7 +117,7 @@ def test_an_error_that_lasts_is_named_and_nothing_is_lost(tmp_path, code):
     "Every call of one kind fails from now on, as on a full or read-only disk."
     commit(tmp_path, 1, DISK)
     for name in CALLS:
-        if name in ('truncate', 'link', 'unlink', 'rmdir'): continue                     # not part of saving
+        if name in ('truncate', 'link', 'unlink', 'rmdir', 'statvfs'): continue                     # not part of saving
         def fault(*args): raise OSError(code, os.strerror(code))
         with pytest.raises(StorageError, match=str(tmp_path)):
             save_checkpoint(tmp_path, tensors(2), state(2), disk=Disk(**{name: fault}))
@@ -189,17 +189,20 @@ def test_a_run_that_dies_at_every_call_ends_like_one_that_does_not(tmp_path):
     def life(folder, disk):
         with RunDirectory.open(config(folder), disk) as run:
             if run.complete: return
-            newest = latest_checkpoint(run.path)
-            done = load_checkpoint(newest).state['attempted'] if newest else 0
-            run.rewind(done)
-            for n in range(done + 1, 4):
-                run.log({'attempted': n, 'reward': n/4})
-                path = save_checkpoint(run.path, tensors(n), state(n), permanent=n == 3, disk=disk)
+            newest = latest_checkpoint(run.path) or save_checkpoint(run.path, tensors(0), state(0), True, 'initial', disk)
+            done = load_checkpoint(newest).state
+            run.rewind(done['attempted'], done.get('log'))
+            for n in range(done['attempted'] + 1, 4):
+                run.log({'attempted': n, 'reward': n/4, 'timing/s': time.time()})
+                path = save_checkpoint(run.path, tensors(n), state(n) | dict(log=run.log_seal()), permanent=n == 3, disk=disk)
                 prune_checkpoints(run.path/'checkpoints', 2, path, disk)
             run.publish('adapter', lambda temp: write_file(temp/'weights', b'w', disk), {'update': 3})
-            run.finish({'step': 3})
+            run.finish(dict(adapter='adapter', attempted=3, successful=3))
 
-    def files(folder): return {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob('*') if p.is_file() and p.name != 'config.json'}
+    def files(folder):
+        found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in Path(folder).rglob('*') if p.is_file() and p.name != 'config.json'}
+        log = [{k: v for k, v in r.items() if not k.startswith('timing/')} for r in read_lines(folder/'demo'/'train_log.jsonl')]
+        return found | {'demo/train_log.jsonl': log}                       # state.json, with its seal of the log, to the byte
     life(tmp_path/'straight', DISK)
     for fault in (dead, dead_after):
         for k in range(1, 60, 7):
