@@ -63,6 +63,7 @@ def guarded(
     debug:bool=False, # show the traceback too
 ) -> int: # exit code
     "Run `work`; a failure becomes one line on stderr and a code."
+    dump_stacks_on_signal()
     try:
         with interrupted_by_sigterm(): work()
         return 0
@@ -138,7 +139,6 @@ def run_command(
     config_kind:str='RLConfig', # name of its config model in `mmgrpo.config`
 ) -> int: # exit code
     "Parse, work, and report."
-    dump_stacks_on_signal()
     args = parser.parse_args(argv)
     if args.help_config: return guarded(parser.prog, lambda: print_fields(config_kind), args.debug)
     if args.config is None: parser.error('--config FILE is needed, as in --config configs/quickstart.yaml')
@@ -222,7 +222,7 @@ exit codes:
   0    every figure is what was recorded, to the bit or within the tolerance
   1    a figure is another, or the replay failed
   2    bad input: command line, no such run or update, a file damaged
-  130  interrupted
+  130  stopped by Ctrl-C, or 143 by SIGTERM
 """
 
 
