@@ -216,7 +216,9 @@ def two_ranks(trials, run, sections=(), when='', number=None) -> list:
     said = ''
     while number and when not in said and (line := both[1].stdout.readline()): said += line
     if number: both[1].send_signal(number)
-    found = [process.communicate(timeout=faults.HANG_S) for process in both]
+    try: found = [process.communicate(timeout=faults.HANG_S) for process in both]
+    finally:
+        for process in both: process.kill()     # nothing, if it has ended
     return [(process.returncode, (said * rank + out).splitlines(), err) for rank, (process, (out, err)) in enumerate(zip(both, found))]
 
 
