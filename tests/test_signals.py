@@ -123,7 +123,7 @@ WISH = '{}: stops after this update, in 30 s at the latest; at once when sent ag
 
 @pytest.mark.parametrize('number, places', [
     (TERM, [('rollout', 3), ('reward', 2), ('backward', 1), ('log', 1)]),
-    (INT, [('step', 1), ('commit', 2), ('rollout', 1), ('commit', 1)]),
+    (INT, [('commit', 2), ('step', 1), ('commit', 1), ('rollout', 1)]),
 ])
 def test_the_running_update_ends_and_is_saved(trials, straight, tmp_path, number, places):
     "In each update of a run; sent twice within a moment, as a launcher may do, it is one signal."
