@@ -345,7 +345,7 @@ def finite_or_null(
     return value
 
 # %% ../nbs/12_storage.ipynb #parse
-SUSPECT = re.compile(rb'\\u|[eE]\+?\d{3}|\d{300}') # may be half a surrogate pair, or 1e999, which Python reads as infinity
+SUSPECT = re.compile(rb'\\u|[eE]\+?\d{3}|\d{300}') # half a surrogate pair? 1e999, read as infinity?
 
 
 def parse_json(
