@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .config import Config, run_directory
 from .settings import InputError, config_differences
-from .storage import (DISK, TEMP_PREFIX, Disk, append_line, atomic_write, check_writable, create_file,
+from .storage import (DISK, MOST_LOG, TEMP_PREFIX, Disk, append_line, atomic_write, check_writable, create_file,
     finite_or_null, json_bytes, make_directory, naming, parse_json, publish_folder, read_file, read_folder, read_lines,
     sealed, sweep_temps, sync_directory, unseal)
 
@@ -241,7 +241,7 @@ def _rewound(
     seal:Mapping|None, # of those lines
 ) -> tuple[list[dict],LogSeal]: # the lines kept; their seal, which is reckoned once
     "Rewind a log and seal what is left."
-    held = read_file(path) if path.exists() else b''
+    held = read_file(path, MOST_LOG) if path.exists() else b''
     kept, size = _lines_up_to(path, held, attempted, seal)
     last = check_order(path, kept)
     if 0 < last < attempted and size < len(held) and b'\n' not in held[size:]:
