@@ -4,6 +4,8 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -192,6 +194,21 @@ def test_the_run_goes_on_while_it_is_replayed(root):
     assert replay(run, 3).agrees
     trained(cfg)
     assert replay(run, 4).agrees and replay(run, UPDATES).agrees
+
+
+@pytest.mark.slow
+def test_one_process_replays_what_two_did(root):
+    "The artifact holds the rollouts and the records of both; sums are in another order."
+    cfg = configured(root, run__name='two', trainer__world_size=2, trainer__max_updates=3)
+    (root/'two.yaml').write_text(json.dumps(cfg.as_dict()))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'mmgrpo.cli']
+    done = subprocess.run([*command, '--config', root/'two.yaml'], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = replay(run_directory(cfg), 3, tolerance=1e-3)
+    assert found.agrees and 'world_size was 2, is 1' in found.notes
+    assert [figure.equal for figure in found.updates[3]][0], 'verdicts'
+    artifact = json.loads((artifact_path(run_directory(cfg), 3)/'rollouts.json').read_bytes())
+    assert [len(group['rollouts']) for group in artifact] == [4, 4]
 
 
 # --- what differs is named
