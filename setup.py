@@ -24,7 +24,7 @@ setup(
     package_data={cfg['lib_name']: ['assets/**', 'configs/**']},
     python_requires='>=' + cfg['min_python'],
     install_requires=cfg['requirements'].split(),
-    extras_require={'dev': cfg['dev_requirements'].split()},
+    extras_require={name: cfg[f'{name}_requirements'].split() for name in ('math', 'dev')},
     entry_points={
         'console_scripts': cfg['console_scripts'].split(),
         'nbdev': [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"],

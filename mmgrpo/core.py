@@ -7,7 +7,7 @@ __all__ = ['Segment', 'Prompt', 'Rollout', 'Verdict', 'Group', 'pack_bits', 'unp
            'uniforms']
 
 # %% ../nbs/00_core.ipynb #imports
-import hashlib, json, operator
+import hashlib, json, math, operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -94,13 +94,19 @@ def _joined(
 # %% ../nbs/00_core.ipynb #verdict
 @dataclass(frozen=True)
 class Verdict:
-    "What the verifier says of one rollout."
-    reward:float # in [0,1]
+    "What is said of one rollout."
+    reward:float|None # the verifier's, in [0,1], or the sum of several; None = unscored
     valid:bool # the completion kept the protocol, whatever its answer
     reason:str # one of the verifier's closed list
     parts:Mapping[str,float] # named figures for the record, such as the number of pictures
     letter:str|None=None # the answer that was read, if one could be
-    rewards:Mapping[str,float|None]=field(default_factory=dict) # each configured reward; None = not applicable
+    rewards:Mapping[str,float|None]=field(default_factory=dict) # each of several, by name; None = it has no number
+    problems:Mapping[str,str]=field(default_factory=dict) # why one has no number, by its name
+
+    def __post_init__(self):
+        for value in (self.reward, *self.rewards.values()):
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f'Verdict: a reward is {value}; a finite number, or None for a rollout without one')
 
 # %% ../nbs/00_core.ipynb #group
 @dataclass(frozen=True, eq=False)
@@ -119,9 +125,9 @@ class Group:
                              f'beside prompt {self.prompt.sample_id!r}')
 
     @property
-    def rewards(self) -> Tensor: # (G,) float32
+    def rewards(self) -> Tensor: # (G,) float32; nan = unscored
         if len(self.verdicts) != len(self.rollouts): raise ValueError(f'Group {self.group_id}: not scored yet')
-        return torch.tensor([v.reward for v in self.verdicts], dtype=torch.float32)
+        return torch.tensor([math.nan if v.reward is None else v.reward for v in self.verdicts], dtype=torch.float32)
 
     def scored(self, verdicts:Sequence[Verdict]) -> 'Group':
         "The same group with a verdict for each rollout."

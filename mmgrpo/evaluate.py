@@ -258,7 +258,8 @@ def rollout_rows(
 ) -> list[dict]: # JSON-able, one a rollout
     "What a log wants to know of each rollout."
     return [dict(reward=v.reward, valid=v.valid, letter=v.letter, reason=v.reason, truncated=r.truncated,
-                 tokens=r.n_tokens, think=v.parts['n_think_tokens'], right_bits=share)
+                 tokens=r.n_tokens, think=v.parts['n_think_tokens'], right_bits=share,
+                 rewards=dict(v.rewards), problems=dict(v.problems))
             for g, picture in zip(groups, pictures)
             for r, v, share in zip(g.rollouts, g.verdicts, right_bits(g, picture, n_bits))]
 
@@ -269,12 +270,13 @@ def group_metrics(
 ) -> dict[str,float|None]: # 'group/...'; the same keys always
     "How a batch of rollouts did."
     mean = lambda key: fmean(float(row[key]) for row in rows)
-    rewards = torch.tensor([row['reward'] for row in rows]).view(-1, group_size)
+    scored = [row['reward'] for row in rows if row['reward'] is not None]
+    rewards = torch.tensor([math.nan if row['reward'] is None else row['reward'] for row in rows]).view(-1, group_size)
     drawn = [row['right_bits'] for row in rows if row['right_bits'] is not None]
     letters, reasons = Counter(row['letter'] for row in rows), Counter(row['reason'] for row in rows)
-    found = dict(reward_mean=mean('reward'), reward_std=pstdev(row['reward'] for row in rows),
+    found = dict(reward_mean=fmean(scored) if scored else None, reward_std=pstdev(scored) if scored else None,
                  valid_frac=mean('valid'), protocol_valid=sum(row['valid'] for row in rows), rollouts=len(rows),
-                 tied_frac=tied_frac(rewards), truncated_frac=mean('truncated'), tokens_mean=mean('tokens'),
+                 tied_frac=tied_frac(rewards, ~rewards.isnan()), truncated_frac=mean('truncated'), tokens_mean=mean('tokens'),
                  think_tokens_mean=mean('think'), right_bits=fmean(drawn) if drawn else None)
     found |= {f'answered_{x or "none"}': letters[x] for x in (*LETTERS, None)}
     found |= {f'reason_{x}': reasons[x] for x in REASONS}
@@ -296,7 +298,7 @@ def picture_strip(
     for rollout, verdict in list(zip(group.rollouts, group.verdicts))[:n]:
         bits = rollout.bits[:protocol.n_visual]
         if len(bits) < protocol.n_visual: continue
-        kind = 'rewarded' if verdict.reward > 0 else 'wrong' if verdict.valid else 'invalid'
+        kind = 'rewarded' if (verdict.reward or 0) > 0 else 'wrong' if verdict.valid else 'invalid'
         tiles.append(framed(decoder.draw(unpack_bits(bits, policy.n_bits), protocol.grid), FRAMES[kind]))
     height = max(map(len, tiles))
     return np.concatenate([np.pad(t, ((0, height - len(t)), (0, 2), (0, 0)), constant_values=255) for t in tiles], 1)

@@ -22,12 +22,13 @@ from .checkpoint import MANIFEST, Checkpoint, attempt_of, load_checkpoint, optim
 from .config import RLConfig, make_config
 from .core import Group, Prompt, Rollout, Verdict
 from .engine import TokenRecord, UpdateResult, execute_actor_update
-from .evaluate import group_metrics, rollout_rows, solution_bits
+from .evaluate import rollout_rows, solution_bits
 from .journal import TrainState, attempt_record
 from .process import deterministic, make_context
 from .record import CONFIG, LOG
 from .settings import InputError, apply_overrides
-from .setup import Parts, build, environment, load_policy, open_cache, prepare_cache, provenance, run_reference
+from .setup import (Parts, batch_metrics, build, environment, load_policy, open_cache, prepare_cache, provenance,
+    run_reference, score_batch)
 from .storage import finite_or_null, json_bytes, parse_json, read_lines, unseal
 from .trainer import quiet, restore
 
@@ -179,7 +180,7 @@ def replay_parts(
     policy = load_policy(cfg, context.accelerator.device)
     root = cfg.data.cache_root or prepare_cache(cfg, policy=policy)
     parts = build(cfg, context, policy, open_cache(cfg, policy, root), run_reference(policy, Path(run_dir)/'reference'))
-    path, now = Path(run_dir)/'provenance.json', parse_json(json_bytes(provenance(parts)), 'provenance')
+    with parts.rewards: path, now = Path(run_dir)/'provenance.json', parse_json(json_bytes(provenance(parts)), 'origin')
     held = unseal(path.read_bytes(), path)
     different = [f'{key} was {held.get(key)!r}, is {now[key]!r}' for key in now if held.get(key) != now[key]]
     if different: raise InputError(f'{path} does not fit what is here: {"; ".join(different)}')
@@ -215,12 +216,12 @@ class Again:
 
 
 def judged(
-    parts:Parts, # verifier and golds
-    group:Group, # of an artifact
-) -> tuple[Verdict,...]: # in order
-    "What is said of a group's rollouts now."
-    gold = parts.cache.gold(parts.train[group.prompt.sample_id])
-    return tuple(parts.verifier(rollout, gold) for rollout in group.rollouts)
+    parts:Parts, # verifier, rewards and golds
+    groups:Sequence[Group], # of an artifact
+    update:int, # updates tried before it
+) -> tuple[tuple[Verdict,...],...]: # of each group
+    "What is said of a batch's rollouts now."
+    with parts.rewards: return tuple(g.verdicts for g in score_batch(parts, groups, update))
 
 
 def do_again(
@@ -229,11 +230,11 @@ def do_again(
     artifact:Artifact, # of it
 ) -> Again:
     "Judge and update."
-    groups, found = artifact.groups, tuple(judged(parts, group) for group in artifact.groups)
+    groups, found = artifact.groups, judged(parts, artifact.groups, state.attempted)
     with_reference = any(record.ref_logps is not None for record in artifact.result.records)
     result = execute_actor_update(parts.learner, groups, parts.rules, measure_kl=with_reference)
     pictures = [solution_bits(parts.cache, parts.train[g.prompt.sample_id]) for g in groups]
-    metrics = group_metrics(rollout_rows(groups, pictures, parts.policy.n_bits), parts.cfg.rollout.group_size)
+    metrics = batch_metrics(parts, rollout_rows(groups, pictures, parts.policy.n_bits))
     after = state.after(result.successful, metrics['group/reward_mean'])
     return Again(after, found, result, attempt_record(after, metrics, result, {}))
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Text', 'Texts', 'Count', 'Whole', 'Positive', 'NonNegative', 'Share', 'Seed', 'NAME_RULE', 'InputError',
            'ConfigError', 'one_line', 'YamlLoader', 'parse_yaml', 'Section', 'listed', 'legal', 'shown', 'suggestion',
-           'fault_line', 'fingerprint_of', 'config_differences', 'apply_overrides', 'read_text']
+           'fault_line', 'item_fault', 'fingerprint_of', 'config_differences', 'apply_overrides', 'read_text']
 
 # %% ../nbs/01_settings.ipynb #imports
 import difflib
@@ -13,7 +13,8 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Annotated, Mapping, Sequence, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -151,6 +152,7 @@ def fault_line(
     kind:type[BaseModel], # the sections they were meant for
 ) -> str: # 'section.key: value is not legal; what is'
     "One fault of pydantic in our words."
+    if line := item_fault(fault, raw, kind): return line
     place = [str(part) for part in fault['loc'][:2]]
     if fault['type'] == 'value_error' and not place: return str(fault['ctx']['error'])  # a contradiction
     path = '.'.join(place)
@@ -162,6 +164,21 @@ def fault_line(
     what = legal(section.model_json_schema()['properties'][place[1]])
     if fault['type'] == 'missing': return f'{path}: missing; {what}'
     return f'{path}: {shown(raw[place[0]][place[1]])} is not legal; {what}'
+
+# %% ../nbs/01_settings.ipynb #item-fault
+def item_fault(
+    fault:Mapping, # as for `fault_line`
+    raw:Mapping, # the values that were checked
+    kind:type[BaseModel], # the sections they were meant for
+) -> str|None: # 'section.key[1].field: ...'; None: the fault is not inside a list of sections
+    "A fault inside a list of sections, told as if the item were a section."
+    if len(fault['loc']) < 3 or not isinstance(fault['loc'][2], int): return None
+    section, key, i, *field = fault['loc']
+    item, *_ = get_args(kind.model_fields[section].annotation.model_fields[key].annotation)
+    if not (isinstance(item, type) and issubclass(item, BaseModel)): return None
+    name = f'{key}[{i}]'
+    items = SimpleNamespace(model_fields={name: SimpleNamespace(annotation=item)})
+    return f'{section}.' + fault_line({**fault, 'loc': (name, *field)}, {name: raw[section][key][i]}, items)
 
 # %% ../nbs/01_settings.ipynb #fingerprint-of
 def fingerprint_of(

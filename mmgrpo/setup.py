@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['save_example_model', 'example_config', 'load_policy', 'load_pixel_decoder', 'on_terminal', 'prepare_cache', 'puzzles',
-           'puzzle_facts', 'open_cache', 'Parts', 'build', 'provenance', 'environment', 'run_reference', 'write_origin']
+           'puzzle_facts', 'open_cache', 'Parts', 'build', 'provenance', 'environment', 'score_batch', 'views_of',
+           'batch_metrics', 'run_reference', 'write_origin']
 
 # %% ../nbs/23_setup.ipynb #imports
 import contextlib, platform, sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,14 +19,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .config import RLConfig, make_config, warmup_updates
+from .core import Group
 from .data import PackedTrajectoryCache, query_schedule_fingerprint, train_indices, write_cache
 from .engine import Learner, UpdateRules, make_optimizer, make_scheduler, update_rules
-from .evaluate import cache_meta, cache_rows
+from .evaluate import cache_meta, cache_rows, group_metrics, solution_bits
 from .pixels import PixelDecoder
 from .policy import UniARPolicy, example_tokenizer, model_folder, tag_id
 from .process import DistributedContext
 from .puzzle import Puzzle, make_puzzle
 from .record import COMPLETE, RunDirectory
+from mmgrpo.reward import (RewardRunner, RolloutView, Viewer, open_rewards, reward_descriptor, reward_metrics,
+    score_groups)
 from .rollout import GRPORolloutController
 from .score import FrozenReference, PolicyScorer
 from .settings import InputError, fingerprint_of
@@ -184,6 +189,7 @@ class Parts:
     train:dict[str,int] # sample id -> row of the cache; in the order of an unshuffled run
     valid:dict[str,tuple[int,...]] # split -> rows to measure on
     decoder:PixelDecoder|None # draws pictures for people
+    rewards:RewardRunner=field(default_factory=RewardRunner) # beside the verifier's
 
 
 def build(
@@ -192,6 +198,7 @@ def build(
     policy:UniARPolicy, # with its first weights
     cache:PackedTrajectoryCache, # made for that policy
     reference:FrozenReference, # of the run
+    rewards:RewardRunner|None=None, # of the config, in its `with` block; None: not yet
 ) -> Parts:
     "Put a run together."
     rollout, optimizer = cfg.rollout, make_optimizer(policy, cfg.optimizer)
@@ -204,7 +211,8 @@ def build(
     return Parts(cfg, context, policy, learner, update_rules(cfg),
                  GRPORolloutController(policy, None, rollout.text_temperature, rollout.visual_temperature),
                  VisualJigsawABCDVerifier(policy.protocol, policy.letters), cache,
-                 {cache.sample_id(i): i for i in train}, valid, load_pixel_decoder(model_folder(cfg.model.path)))
+                 {cache.sample_id(i): i for i in train}, valid, load_pixel_decoder(model_folder(cfg.model.path)),
+                 rewards or open_rewards(cfg.reward))
 
 # %% ../nbs/23_setup.ipynb #provenance
 def provenance(
@@ -219,8 +227,8 @@ def provenance(
                 verifier=parts.verifier.descriptor()['fingerprint'], reference=parts.learner.reference.descriptor(),
                 query_schedule=query_schedule_fingerprint(ids, *schedule), train_samples=len(ids),
                 temperatures=temperatures, parameters=groups | dict(trainable=sum(groups.values())),
-                warmup_updates=warmup_updates(cfg),
-                image_reward=dict(backend='disabled', loaded=False))
+                warmup_updates=warmup_updates(cfg), image_reward=dict(backend='disabled', loaded=False),
+                **({'rewards': reward_descriptor(parts.rewards)} if parts.rewards.parts else {}))
 
 
 def environment(
@@ -230,6 +238,41 @@ def environment(
     return dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__,
                 device=str(parts.policy.device), threads=torch.get_num_threads(), world_size=parts.context.world_size,
                 tf32=torch.backends.cuda.matmul.allow_tf32)
+
+# %% ../nbs/23_setup.ipynb #score
+def score_batch(
+    parts:Parts, # verifier, rewards and what they look at
+    groups:Sequence[Group], # not judged yet
+    update:int, # updates tried before
+) -> list[Group]:
+    "What is said of every rollout."
+    golds = [parts.cache.gold(parts.train[g.prompt.sample_id]) for g in groups]
+    judged = [g.scored([parts.verifier(r, gold) for r in g.rollouts]) for g, gold in zip(groups, golds)]
+    return score_groups(judged, lambda: views_of(parts, judged, update), parts.rewards)
+
+
+def views_of(
+    parts:Parts, # policy, cache and pixel decoder
+    groups:Sequence[Group], # judged by the verifier
+    update:int, # updates tried before
+) -> list[RolloutView]: # of all rollouts, in order
+    "What rewards see of a batch."
+    policy, cache, decoder = parts.policy, parts.cache, parts.decoder
+    pixels = None if decoder is None else lambda bits, grid: decoder.draw(torch.from_numpy(bits), grid)
+    viewer, views = Viewer(policy.protocol, policy.n_bits, policy.tokenizer.decode, parts.cfg.run.seed, pixels), []
+    for g in groups:
+        i = parts.train[g.prompt.sample_id]
+        views += viewer.views(g, update, cache.gold(i), solution_bits(cache, i).numpy(), cache.solution(i))
+    return views
+
+
+def batch_metrics(
+    parts:Parts,
+    rows:Sequence[Mapping], # from `rollout_rows`, of all ranks
+) -> dict[str,float|None]: # 'group/...', and 'reward/...' where the config has rewards
+    "How a batch of rollouts did."
+    size = parts.cfg.rollout.group_size
+    return group_metrics(rows, size) | reward_metrics(rows, size, parts.rewards.weights)
 
 # %% ../nbs/23_setup.ipynb #reference
 def run_reference(

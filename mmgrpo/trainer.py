@@ -24,15 +24,16 @@ from .config import RLConfig, run_directory
 from .core import Group
 from .data import PackedTrajectoryCache, query_indices_for_update
 from .engine import UpdateResult, execute_actor_update
-from .evaluate import CONDITIONS, Examiner, evaluate, group_metrics, rollout_rows, solution_bits
+from .evaluate import CONDITIONS, Examiner, evaluate, rollout_rows, solution_bits
 from .journal import (Journal, Seen, TrainState, attempt_record, keep_artifact, last_words, log_attempt,
     peak_memory, run_summary, say)
 from .policy import UniARPolicy, model_folder, tensors_digest
 from .process import DistributedContext, Stopped, StopSignals, deterministic, make_context
 from .record import RunDirectory, check_finished
+from .reward import RewardRunner, open_rewards
 from .settings import InputError
-from .setup import (Parts, build, load_policy, on_terminal, open_cache, prepare_cache, run_reference,
-    write_origin)
+from .setup import (Parts, batch_metrics, build, load_policy, on_terminal, open_cache, prepare_cache,
+    run_reference, score_batch, write_origin)
 from .storage import check_space, finite_or_null, write_file
 
 # %% ../nbs/25_trainer.ipynb #plan
@@ -97,9 +98,8 @@ def collect(
     for draw in dict.fromkeys(draw for draw, _ in mine):
         part = [i for name, i in mine if name == draw]
         prompts = [parts.cache.prompt(i) for i in part]
-        made = parts.controller.rollouts(prompts, cfg.rollout.group_size, (cfg.run.seed, draw))
-        groups += [g.scored([parts.verifier(r, parts.cache.gold(i)) for r in g.rollouts]) for g, i in zip(made, part)]
-    return groups
+        groups += parts.controller.rollouts(prompts, cfg.rollout.group_size, (cfg.run.seed, draw))
+    return score_batch(parts, groups, attempted)
 
 # %% ../nbs/25_trainer.ipynb #save
 def save(
@@ -237,7 +237,7 @@ def attempt(
     pictures = [solution_bits(parts.cache, parts.train[g.prompt.sample_id]) for g in groups]
     mine = rollout_rows(groups, pictures, parts.policy.n_bits)
     rows = [row for part in context.all_gather_object(mine) for row in part]
-    found = group_metrics(rows, parts.cfg.rollout.group_size)
+    found = batch_metrics(parts, rows)
     sampled = time.perf_counter()
     result = execute_actor_update(parts.learner, groups, parts.rules, context, gate, measure_kl=state.attempted == 0)
     after, ended = state.after(result.successful, found['group/reward_mean']), time.perf_counter()
@@ -365,10 +365,11 @@ def session(
     context.main_call('space', lambda: check_space(run_directory(cfg), 2 * checkpoint_size(policy.trainable())))
     if cfg.checkpoint.resume_from and not run_directory(cfg).exists(): # refused before there is a directory
         load_checkpoint(starting_checkpoint(cfg, run_directory(cfg)).path)
-    with open_run(cfg, context) as (run, complete):
+    with open_rewards(cfg.reward) as rewards, open_run(cfg, context) as (run, complete):
         if complete: return True
         where = context.main_call('prepare', lambda: None if cache else prepare_cache(cfg, policy=policy))
-        go_on(begin(cfg, context, policy, cache or open_cache(cfg, policy, where), run), run, stop_after_updates)
+        cache = cache or open_cache(cfg, policy, where)
+        go_on(begin(cfg, context, policy, cache, run, rewards), run, stop_after_updates)
     return False
 
 # %% ../nbs/25_trainer.ipynb #session
@@ -388,13 +389,14 @@ def begin(
     policy:UniARPolicy, # with its first weights
     cache:PackedTrajectoryCache, # made for it
     run:RunDirectory|None, # held; None on all ranks but the main one
+    rewards:RewardRunner, # of the config, in its `with` block
 ) -> Beginning:
     "Put a run together and bring it to where it was."
     run_dir = run_directory(cfg)
     found = context.main_call('checkpoint', lambda: starting_checkpoint(cfg, run_dir))
     for path, why in found.skipped if context.is_main else (): say(f'RL_CHECKPOINT_SKIPPED {path.name}: {why}')
     start, parent = found.path, run_dir if found.path is None else found.path.parent.parent
-    parts = build(cfg, context, policy, cache, run_reference(policy, parent/'reference'))
+    parts = build(cfg, context, policy, cache, run_reference(policy, parent/'reference'), rewards)
     checkpoint = start and context.gather_stage('checkpoint', lambda: load_checkpoint(start))
     back = lambda: context.gather_stage('restore', lambda: restore(parts, checkpoint, parent != run_dir))
     state = back() if parent != run_dir else TrainState() # another run's must fit before this one is pinned to it

@@ -89,7 +89,8 @@ def verdict_note(
     advantage:float|None=None, # its advantage in the group; None leaves it out
 ) -> str: # two lines, or three
     "Reward, letter and reason, to stand under a picture."
-    lines = [f'reward {verdict.reward:g}, {verdict.letter or "no letter"}', verdict.reason]
+    reward = 'unscored' if verdict.reward is None else f'reward {verdict.reward:g}'
+    lines = [f'{reward}, {verdict.letter or "no letter"}', verdict.reason]
     return '\n'.join(lines if advantage is None else [*lines, f'advantage {advantage:+.2f}'])
 
 
@@ -97,7 +98,7 @@ def verdict_color(
     verdict, # a mmgrpo.core.Verdict
 ) -> str: # a colour of matplotlib
     "Rewarded, legal but wrong, or not legal."
-    if not verdict.valid: return INVALID
+    if not verdict.valid or verdict.reward is None: return INVALID
     return RIGHT if verdict.reward > 0 else WRONG
 
 # %% ../nbs/03_viz.ipynb #strip
