@@ -41,6 +41,7 @@ def plain(value):
 # --- what is saved is what is loaded
 
 FLOATS = st.sampled_from([0., -0., 1., .1, -1e-30, 1e300, math.nan, math.inf, -math.inf]) | st.floats(width=32)
+REWARDS = FLOATS.filter(math.isfinite) | st.none()    # None: unscored
 BYTES = 3    # of a visual token
 
 
@@ -69,9 +70,10 @@ class Random:
 
     def verdict(self):
         parts = self.draw(st.dictionaries(st.text(max_size=3), FLOATS, max_size=2))
-        rewards = self.draw(st.dictionaries(st.text(max_size=3), FLOATS | st.none(), max_size=2))
+        rewards = self.draw(st.dictionaries(st.text(max_size=3), REWARDS, max_size=2))
+        problems = {name: 'timed out' for name, reward in rewards.items() if reward is None}
         letter = self.draw(st.sampled_from([None, 'A']))
-        return Verdict(self.draw(FLOATS), self.draw(st.booleans()), 'ok', parts, letter, rewards)
+        return Verdict(self.draw(REWARDS), self.draw(st.booleans()), 'ok', parts, letter, rewards, problems)
 
     def group(self, n):
         name, draw = f'puzzle-{n}', self.draw(st.sampled_from([n, f'{n}+1']))
@@ -89,7 +91,7 @@ class Random:
         records = tuple(self.record(g, r) for g in groups for r in g.rollouts if self.draw(st.booleans()))
         flags, numbers = [self.draw(st.booleans()) for _ in range(3)], [self.draw(FLOATS) for _ in range(4)]
         stats = {'text/loss': self.draw(FLOATS), 'text/ref_kl': None}
-        return UpdateResult(flags[0], flags[1], numbers[0], flags[2], numbers[1], tuple(numbers[2:]), stats, records)
+        return UpdateResult(flags[0], flags[1], numbers[0], flags[2], numbers[1], tuple(numbers[2:]), stats, records=records)
 
 
 @st.composite
