@@ -201,8 +201,9 @@ def test_the_run_goes_on_while_it_is_replayed(root):
 @pytest.mark.parametrize('changes', [
     dict(loss__inner_updates=3, loss__correction='truncate', visual__ratio_level='bit'),
     dict(loss__kl_in='reward', loss__advantage_scope='batch', loss__baseline='leave_one_out', text__kl_coef=.1),
-    dict(loss__tied='drop', loss__truncated='drop', text__objective='reinforce', text__entropy_coef=.01, text__top_entropy_frac=.5)],
-    ids=['several steps', 'KL in the reward', 'some left out'])
+    dict(loss__tied='drop', loss__truncated='drop', text__objective='reinforce', text__entropy_coef=.01, text__top_entropy_frac=.5),
+    dict(reward__parts=[dict(name='jigsaw_letter'), dict(name='picture_fidelity', weight=.5)])],
+    ids=['several steps', 'KL in the reward', 'some left out', 'two rewards'])
 def test_an_update_by_other_rules_is_found_again_to_the_bit(root, changes):
     run = trained(configured(root, run__name='-'.join(changes), trainer__max_updates=2, **changes))
     found = replay(run, 2)
