@@ -17,9 +17,13 @@ import psutil
 import pytest
 from project import ROOT
 
+from mmgrpo.config import run_directory
 from mmgrpo.reward import (BUILT_IN, Outcome, Part, RewardError, RewardRunner, RolloutView, SegmentView, bound,
     find_reward, group_totals, http_scorer, outcome_of, picture_fidelity, read_rewards, reward_metrics, rewards_of, unpacked)
 from mmgrpo.settings import InputError
+from mmgrpo.setup import example_config, save_example_model
+from mmgrpo.storage import read_lines
+from mmgrpo.trainer import train
 
 SCORERS = '''
 import asyncio, gc, os, signal, subprocess, sys, threading, time
@@ -452,3 +456,57 @@ def test_pictures_and_bits_are_measured_by_hand():
     assert picture_fidelity(view) == .75
     assert picture_fidelity(view, 'mse') == pytest.approx(.96)
     assert picture_fidelity(view, 'psnr') == pytest.approx(13.979400 / 40)
+
+
+# --- a run with rewards of its own
+
+MINE = '''
+import os
+def picky(view, flag):
+    if view.update == 1 and view.index == 2 and os.path.exists(flag): raise RuntimeError('the judge is away')
+    return (view.n_text_tokens % 3 + view.update) / 10
+'''
+
+
+def config(root:Path, name:str, **changes):
+    plain = dict(run__name=name, trainer__max_updates=2, evaluation__at_start=False, evaluation__at_end=False,
+                 checkpoint__every_updates=1, logging__tensorboard=False, logging__pictures_every_updates=0)
+    return example_config(root, **plain | changes)
+
+
+def content(cfg) -> tuple:
+    "What a run is, clocks left out."
+    run = run_directory(cfg)
+    lines = [{k: v for k, v in line.items() if not k.startswith('timing/')} for line in read_lines(run/'train_log.jsonl')]
+    return (run/'adapter'/'adapter_model.safetensors').read_bytes(), lines
+
+
+def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path/'mine.py').write_text(MINE)
+    save_example_model(tmp_path/'model')
+    parts = [dict(name='jigsaw_letter'), dict(name='mine:picky', weight=.5, options=dict(flag=str(tmp_path/'flag'))),
+             dict(name='picture_fidelity', options=dict(measure='mse'), label='likeness')]
+    whole, broken = (config(tmp_path, name, reward__parts=parts) for name in ('whole', 'broken'))
+    train(whole)
+    (tmp_path/'flag').touch()
+    with pytest.raises(RewardError, match=r"^reward 'picky' failed on sample '[^']+', rollout 2, update 1: error: RuntimeError: the judge is away"):
+        train(broken)
+    (tmp_path/'mine.py').write_text(MINE.replace('/ 10', '/ 20'))                      # another reward is another run
+    with pytest.raises(InputError, match='rewards'): train(broken)
+    (tmp_path/'mine.py').write_text(MINE)
+    (tmp_path/'flag').unlink()
+    train(broken)
+    assert content(broken) == content(whole)
+    _, lines = content(whole)
+    assert lines[1]['reward/picky/mean'] >= .1 and lines[0]['reward/likeness/std_within_group'] > 0
+    assert [line['reward/unscored'] for line in lines] == [0, 0]
+    summed = sum(w * lines[1][f'reward/{key}/mean'] for key, w in dict(jigsaw_letter=1, picky=.5, likeness=1).items())
+    assert lines[1]['group/reward_mean'] == pytest.approx(summed)
+
+
+def test_a_misspelt_reward_is_refused_before_there_is_a_run(tmp_path):
+    save_example_model(tmp_path/'model')
+    cfg = config(tmp_path, 'new', reward__parts=[dict(name='no.such.module:f')])
+    with pytest.raises(InputError, match=r"^reward.parts\[0\].name: 'no.such.module:f': no.such.module cannot be imported"): train(cfg)
+    assert not run_directory(cfg).exists()
