@@ -328,8 +328,10 @@ def find_reward(
     module, colon, function = name.partition(':')
     if not colon:
         if name not in BUILT_IN: raise ValueError(f'{name!r} is no reward; {nearest(name, list(BUILT_IN))}')
-        if name == 'math_answer' and importlib.util.find_spec('math_verify') is None:
-            raise ValueError("'math_answer' needs the package math-verify: pip install 'mmgrpo[math]'")
+        if name == 'math_answer':
+            try: importlib.import_module('math_verify') # now, not in the time of the first call
+            except ImportError as error:
+                raise ValueError(f"{name!r} needs math-verify: pip install 'mmgrpo[math]'; {told(error)}") from error
         return BUILT_IN[name][0]
     try: found = importlib.import_module(module)
     except Exception as error: raise ValueError(f'{name!r}: {module} cannot be imported: {told(error)}') from error

@@ -18,7 +18,7 @@ import pytest
 from project import ROOT
 
 from mmgrpo.config import run_directory
-from mmgrpo.reward import (BUILT_IN, Outcome, Part, RewardError, RewardRunner, RolloutView, SegmentView, bound,
+from mmgrpo.reward import (Outcome, Part, RewardError, RewardRunner, RolloutView, SegmentView, bound,
     find_reward, group_totals, http_scorer, outcome_of, picture_fidelity, read_rewards, reward_metrics, rewards_of, unpacked)
 from mmgrpo.settings import InputError
 from mmgrpo.setup import example_config, save_example_model
@@ -250,13 +250,13 @@ def test_children_of_a_reward_die_with_it(scorers):
 
 
 def test_workers_end_with_the_block_however_it_ends(scorers):
-    for error in (None, KeyboardInterrupt, RuntimeError):
-        with contextlib.suppress(KeyboardInterrupt, RuntimeError), RewardRunner([mine('good')], 5., 2) as runner:
+    for error in (None, KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), RewardRunner([mine('good')], 5., 1) as runner:
             pids = [w.process.pid for w in runner.pool.workers]
             open_now = len(os.listdir('/proc/self/fd')) if Path('/proc/self/fd').exists() else 0
             if error: raise error
         assert gone(pids)
-        if open_now: assert len(os.listdir('/proc/self/fd')) == open_now - 6           # three pipes a worker
+        if open_now: assert len(os.listdir('/proc/self/fd')) == open_now - 3           # three pipes a worker
 
 
 RUN = '''
@@ -316,10 +316,15 @@ def test_what_a_worker_refuses_is_a_fault_of_the_config(scorers):
 
 
 def test_math_answer_says_what_to_install(monkeypatch):
-    real = BUILT_IN['math_answer']
-    monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+    monkeypatch.setitem(sys.modules, 'math_verify', None)
     with pytest.raises(ValueError, match=r"pip install 'mmgrpo\[math\]'"): find_reward('math_answer')
-    assert real[1]                                                                      # never in the run's own process
+
+
+def test_a_formula_that_would_take_for_ever_costs_its_limit():
+    pytest.importorskip('math_verify')
+    with RewardRunner([Part('math', 'math_answer')], 2.) as runner:
+        views = [make_view(i, gold='4', answer=answer) for i, answer in enumerate(['9^{9^{9^{9}}}', '8/2', '3 or 4'])]
+        assert [(row['math'].value, row['math'].problem) for row in runner.score(views)] == [(None, 'timeout'), (1., ''), (0., '')]
 
 
 # --- servers
@@ -394,12 +399,11 @@ def test_what_a_server_does_wrong_is_an_error(step, line, tries):
         assert len(server.got) == tries
 
 
-@pytest.mark.parametrize('body, problems', [
-    (b'{"rewards": [1e999, 1, 1]}', ['bad_value', '', '']), (rewards(['1', 1, True]), ['bad_value', '', 'bad_value']),
-    (rewards([[1], {}, 1]), ['bad_value', 'bad_value', ''])])
-def test_a_server_that_sends_no_number_is_a_bad_value(body, problems):
-    with serving(body) as server, RewardRunner([Part('judge', 'http', options=dict(url=server.url))], 10., 1, 'unscored') as runner:
-        assert [row['judge'].problem for row in runner.score(THREE)] == problems
+def test_a_server_that_sends_no_number_is_a_bad_value():
+    script = [b'{"rewards": [1e999, 1, 1]}', rewards(['1', 1, True]), rewards([[1], {}, 1])]
+    with serving(*script) as server, RewardRunner([Part('judge', 'http', options=dict(url=server.url))], 10., 1, 'unscored') as runner:
+        found = [[row['judge'].problem for row in runner.score(THREE)] for _ in script]
+    assert found == [['bad_value', '', ''], ['bad_value', '', 'bad_value'], ['bad_value', 'bad_value', '']]
 
 
 def test_a_slow_server_costs_the_limit_and_no_more():
