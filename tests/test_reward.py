@@ -53,6 +53,13 @@ def ends(view):
 def closes(view):
     if view.index == 3: os.closerange(3, 64); time.sleep(LATE)
     return 1.0
+def babbles(view):
+    "Fills its own pipe to the run with what is no end of a message."
+    while view.index == 3:
+        for pipe in range(3, 64):
+            try: os.write(pipe, b'\\1' * 4096)
+            except OSError: pass
+    return 1.0
 def parents(view):
     child = subprocess.Popen(['sleep', '61'])
     open(os.environ['SCORER_PIDS'], 'a').write(f'{os.getpid()} {child.pid}\\n')
@@ -138,6 +145,7 @@ LATE = Outcome(None, 'timeout', 'took more than 0.5 s')
 FAULTS = [
     ('sleeps', {}, [LATE]), ('spins', {}, [LATE]), ('deaf', {}, [LATE]), ('awaits', {}, [LATE]),
     ('stubborn', {}, [Outcome(None, 'timeout', 'took more than 0.5 s')] * 8),          # it cannot be awaited: nobody of its call
+    ('babbles', {}, [Outcome(None, 'error', 'its worker sent no message: ValueError: 72340172838076673 bytes are none')]),
     ('blocks', {}, [Outcome(None, 'timeout', 'took more than 0.5 s')] * 8),
     ('segfaults', {}, [Outcome(None, 'error', 'its worker died of signal 11')]),
     ('leaves', {}, [Outcome(None, 'error', 'SystemExit: 7')]),
