@@ -517,6 +517,18 @@ def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(tmp_pat
     assert lines[1]['group/reward_mean'] == pytest.approx(summed)
 
 
+def test_unscored_rollouts_are_left_out_and_counted_and_the_run_goes_on(tmp_path, monkeypatch):
+    "One of each four fails in every update; rewards for words and for pictures apart; validation stays the verifier's."
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path/'theirs.py').write_text(MINE.replace('view.update == 1 and ', ''))
+    save_example_model(tmp_path/'model')
+    parts = [dict(name='theirs:picky', on='text', options=dict(flag=str(tmp_path))), dict(name='picture_fidelity', on='visual')]
+    train(cfg := config(tmp_path, 'routed', reward__parts=parts, reward__on_error='unscored', reward__combine='each'))
+    _, lines = content(cfg)
+    assert [(line['reward/unscored'], line['reward/picky/error'], line['group/rollouts']) for line in lines] == [(2, 2, 8)] * 2
+    assert [line['successful'] for line in lines] == [1, 2] and all(line['grad_norm'] > 0 for line in lines)
+
+
 def test_a_misspelt_reward_is_refused_before_there_is_a_run(tmp_path):
     save_example_model(tmp_path/'model')
     cfg = config(tmp_path, 'new', reward__parts=[dict(name='no.such.module:f')])
