@@ -84,26 +84,48 @@ class TrainerSection(Section):
 # %% ../nbs/02_config.ipynb #loss
 class LossSection(Section):
     "What the update maximises; what differs for words and drawn pictures is in `text` and `visual`."
-    advantage_scale:Literal['std', 'none'] = Field('std', description="whether to divide by the group's deviation")
-    reduce:Literal['token', 'sequence'] = Field('token', description='mean over all tokens, or over each rollout first')
+    advantage_scale:Literal['std', 'none'] = Field('std', description="whether to divide by a deviation of rewards")
+    advantage_scope:Literal['group', 'batch'] = Field('group', description="whose deviation: the group's, or pooled")
+    baseline:Literal['mean', 'leave_one_out'] = Field('mean', description='of the group, or of the other rollouts')
+    tied:Literal['keep', 'drop'] = Field('keep', description='groups of equal rewards: counted in the loss, or not')
+    truncated:Literal['keep', 'drop'] = Field('keep', description='rollouts cut by a limit: in the loss, or out')
+    refill:Whole = Field(0, description='batches drawn at most to replace tied groups; 0 keeps them')
+    refill_failed:Literal['go_on', 'skip'] = Field('go_on', description='if groups are still too few: train, or skip')
+    inner_updates:Count = Field(1, description='steps taken from one batch of rollouts')
+    kl_in:Literal['loss', 'reward'] = Field('loss', description='where the KL to the reference acts')
+    correction:Literal['none', 'truncate', 'mask'] = Field(
+        'none', description='weights for a sampler that differs from the scorer: cut at a cap, or dropped above it')
+    correction_level:Literal['token', 'sequence'] = Field('token', description='what such a weight is of')
+    correction_cap:float = Field(2.0, ge=1, allow_inf_nan=False, description='largest such weight')
+    on_drift:Literal['warn', 'stop'] = Field('warn', description='what a kl_limit or entropy_floor does')
 
-
+# %% ../nbs/02_config.ipynb #modalities
 class ModalitySection(Section):
     "The loss of one modality."
     weight:NonNegative = Field(1.0, description='what its loss counts')
+    objective:Literal['clip', 'clipped_weight', 'soft_gate', 'reinforce'] = Field(
+        'clip', description='what a step climbs')
     clip_low:float = Field(0.2, gt=0, lt=1, description='the ratio counts down to 1 - clip_low')
     clip_high:Positive = Field(0.2, description='the ratio counts up to 1 + clip_high')
     kl_coef:NonNegative = Field(0.0, description='weight of the KL to the reference')
+    kl_estimator:Literal['k1', 'k2', 'k3', 'unbiased'] = Field('k3', description='how that KL is estimated')
+    entropy_coef:NonNegative = Field(0.0, description='weight of the entropy bonus')
+    reduce:Literal['token', 'sequence', 'constant'] = Field(
+        'token', description='mean over all tokens, over each rollout first, or over the longest completion')
+    top_entropy_frac:float = Field(1.0, gt=0, le=1, description='share of tokens in the loss: the least sure')
+    kl_limit:Optional[Positive] = Field(None, description='mean KL to the reference that is drift; null: no limit')
+    entropy_floor:Optional[Positive] = Field(None, description='mean entropy below which is drift; null: no limit')
 
 
 class TextSection(ModalitySection):
     "The loss of words."
+    ratio_level:Literal['token', 'sequence'] = Field('token', description='the ratio is of a word, or of all')
 
 
 class VisualSection(ModalitySection):
     "The loss of drawn visual tokens."
-    ratio_level:Literal['token_mean', 'token', 'bit'] = Field(
-        'token_mean', description="what the ratio is of: the geometric mean of a token's bits, their product, or each")
+    ratio_level:Literal['token_mean', 'token', 'bit', 'sequence'] = Field(
+        'token_mean', description="the ratio is of a token's bits in the mean, their product, each, or all tokens")
 
 # %% ../nbs/02_config.ipynb #optimizer
 class OptimizerSection(Section):
@@ -285,6 +307,22 @@ def run_contradictions(
     for kind, section in dict(text=cfg.text, visual=cfg.visual).items():
         if section.kl_coef and not section.weight:
             yield f'{kind}.kl_coef: has no effect beside {kind}.weight 0, which multiplies it; 0 as well'
+        yield from _objective_faults(cfg.loss, kind, section)
+
+
+def _objective_faults(
+    loss:LossSection, # what both share
+    kind:str, # 'text' or 'visual'
+    section:ModalitySection, # its choices
+):
+    "Yield what is wrong with the objective of a modality."
+    if section.objective == 'reinforce' and loss.inner_updates > 1:
+        yield (f'{kind}.objective: "reinforce" has no ratio, so it cannot go over a batch loss.inner_updates, '
+               f'{loss.inner_updates}, times; another objective, or 1')
+    if section.kl_coef and (loss.kl_in, section.kl_estimator) == ('loss', 'k1'):
+        yield f'{kind}.kl_estimator: "k1" in the loss has no gradient on average; "k2" there, or loss.kl_in "reward"'
+    if section.kl_coef and (loss.kl_in, section.kl_estimator) == ('reward', 'unbiased'):
+        yield f'{kind}.kl_estimator: "unbiased" is about a gradient, and loss.kl_in "reward" has none; "k1" or "k3"'
 
 # %% ../nbs/02_config.ipynb #reward-contradictions
 def reward_contradictions(

@@ -1,11 +1,10 @@
 """Training that is asked to stop, or for its stacks, wherever it is: it ends in time, and goes on as if nothing had happened.
 
-`MMGRPO_TORTURE=1` is the nightly size. Run as a script, this file is the server of `faults.py` whose children send themselves signals."""
+Run as a script, this file is the server of `faults.py` whose children send themselves signals."""
 import functools
 import importlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -15,10 +14,12 @@ from pathlib import Path
 
 import faults
 import pytest
-from faults import TORTURE, UPDATES, Trials, checkpoints, curves, outcome
+from faults import UPDATES, Trials, checkpoints, goes_on, outcome, undisturbed
+from ledger import TORTURE
 
 from mmgrpo.process import Stopped, StopSignals
 
+pytestmark = pytest.mark.goal('R9')
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 PLACES = dict(       # where a child may send itself a signal: a function that is called there
     rollout='mmgrpo.rollout:draw_step', reward='mmgrpo.verifier:VisualJigsawABCDVerifier.__call__',
@@ -62,16 +63,16 @@ def serve(folder) -> None:
     "The server of `faults.py`; its children look up what to send themselves."
     plain = faults.live
 
-    def live(job, policy):
+    def live(job, *args):
         send(json.loads((folder/'signals.json').read_text()))
-        plain(job, policy)
+        plain(job, *args)
     faults.live = live
     faults.serve(folder)
 
 
 class SignalTrials(Trials):
     "Trials that send themselves signals."
-    def __init__(self, folder): super().__init__(folder, __file__)
+    def __init__(self, folder, ledger): super().__init__(folder, ledger, __file__)
 
     def live(self, run, sections=(), *, sends=(), **how):
         (self.folder/'signals.json').write_text(json.dumps(sends))
@@ -80,29 +81,17 @@ class SignalTrials(Trials):
 
 # --- the tests
 
-def size(small, large): return large if TORTURE else small
-
-
 @pytest.fixture(scope='module')
-def trials(tmp_path_factory):
-    made = SignalTrials(tmp_path_factory.mktemp('signals'))
+def trials(ledger, tmp_path_factory):
+    made = SignalTrials(tmp_path_factory.mktemp('signals'), ledger)
     yield made
     made.close()
-    assert not made.wrong, made.wrong
 
 
 @pytest.fixture(scope='module')
 def straight(trials, tmp_path_factory):
     "The run that nobody disturbs."
-    run = tmp_path_factory.mktemp('straight')/'run'
-    return trials.ended(run), run, outcome(run)
-
-
-def goes_on(trials, straight, run, kind, faults=1) -> None:
-    "Started again, the run ends as if nothing had happened."
-    if not (run/'summary.json').exists(): trials.ended(run)
-    trials.judge(kind, run, outcome(run), straight[2], faults)
-    assert curves(run) == curves(straight[1]), 'each point once'
+    return undisturbed(trials, tmp_path_factory.mktemp('straight')/'run', UPDATES)
 
 
 def said(number, step=None) -> str:
@@ -166,16 +155,6 @@ def test_stacks_are_shown_and_nothing_else_changes(trials, straight, tmp_path):
     goes_on(trials, straight, run, 'SIGUSR1')
 
 
-@pytest.mark.parametrize('number', range(size(3, 300)))
-def test_a_signal_at_random(trials, straight, tmp_path, number):
-    "Wherever it comes, also twice; before the handlers are there it does what it does to any process."
-    chance, run = random.Random(number), tmp_path/'run'
-    sent = (TERM, INT, USR1)[number % 3]
-    life = trials.live(run, after=chance.uniform(.05, straight[0].seconds), signal=sent)
-    assert life.code in ((0,) if sent == USR1 else (0, 128 + sent, -sent)), life.err
-    goes_on(trials, straight, run, f'{sent.name} at random')
-
-
 def test_a_forked_process_dies_of_the_signal_and_the_run_does_not_hear_of_it():
     with StopSignals(60) as stop:
         child = os.fork()
@@ -207,7 +186,8 @@ def two_ranks(trials, run, sections=(), when='', number=None) -> list:
         port = free.getsockname()[1]
     raw = faults.config(trials.folder, run, sections)
     raw['trainer'] |= dict(world_size=2, prompts_per_update=2)
-    raw['evaluation'] |= dict(max_prompts=2)
+    raw['evaluation'] |= dict(max_prompts=2)       # one a rank
+    raw['data'] |= dict(n_valid=2, cache_root=None)
     (trials.folder/'two.yaml').write_text(json.dumps(raw))
     common = os.environ | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1',
                                PYTHONPATH=str(Path(__file__).parent.parent), PYTHONUNBUFFERED='1')
