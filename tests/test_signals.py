@@ -14,7 +14,8 @@ from pathlib import Path
 
 import faults
 import pytest
-from faults import UPDATES, Trials, checkpoints, goes_on, undisturbed
+from faults import UPDATES, Trials, checkpoints, goes_on, outcome, undisturbed
+from ledger import TORTURE
 
 from mmgrpo.process import Stopped, StopSignals
 
@@ -185,7 +186,8 @@ def two_ranks(trials, run, sections=(), when='', number=None) -> list:
         port = free.getsockname()[1]
     raw = faults.config(trials.folder, run, sections)
     raw['trainer'] |= dict(world_size=2, prompts_per_update=2)
-    raw['evaluation'] |= dict(max_prompts=2)
+    raw['evaluation'] |= dict(max_prompts=2)       # one a rank
+    raw['data'] |= dict(n_valid=2, cache_root=None)
     (trials.folder/'two.yaml').write_text(json.dumps(raw))
     common = os.environ | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1',
                                PYTHONPATH=str(Path(__file__).parent.parent), PYTHONUNBUFFERED='1')
