@@ -88,7 +88,7 @@ def test_a_field_that_changes_how_it_is_computed(ledger, begun, section, key):
     with RunDirectory.open(declared) as run: assert run.resumed
     (line,) = read_lines(begun/'run'/'execution_changes.jsonl')
     assert len(line['changes']) == 1 and line['changes'][0].startswith(f'{section}.{key}: ')
-    with pytest.raises(InputError, match=f'{section}.{key}'): RunDirectory.open(config(begun)), 'what was recorded last is what counts'
+    with pytest.raises(InputError, match=f'{section}.{key}'): RunDirectory.open(config(begun))     # what was recorded last is what counts
     ledger.fault('changed field')
 
 
