@@ -19,7 +19,8 @@ import transformers
 from tqdm import tqdm
 
 from .checkpoint import (Checkpoint, Found, checkpoint_size, find_checkpoint, load_checkpoint,
-    load_optimizer_tensors, load_scheduler, optimizer_tensors, prune_checkpoints, restore_rng, rng_state, save_checkpoint, scheduler_state)
+    load_optimizer_tensors, load_scheduler, optimizer_tensors, prune_checkpoints, restore_rng, rng_state,
+    save_checkpoint, scheduler_state)
 from .config import RLConfig, run_directory
 from .core import Group
 from .data import PackedTrajectoryCache, query_indices_for_update
@@ -404,7 +405,7 @@ def begin(
     if start is None or parent != run_dir: return Beginning(parts, state, start, start is not None)
     return Beginning(parts, back(), start, False, checkpoint.state.get('log'))
 
-
+# %% ../nbs/25_trainer.ipynb #go-on
 def go_on(
     begun:Beginning, # from `begin`
     run:RunDirectory|None, # held; None on all ranks but the main one
