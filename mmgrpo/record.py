@@ -231,19 +231,29 @@ def rewind_log(
     seal:Mapping|None=None, # of the lines up to there, from the checkpoint; None = not known
 ) -> list[dict]: # the lines kept
     "Drop what was logged after the checkpoint, and a torn last line; a log that was cut or changed is refused."
-    path = Path(path)
+    return _rewound(Path(path), attempted, disk, seal)[0]
+
+
+def _rewound(
+    path:Path, # as for `rewind_log`, and so on
+    attempted:int, # keep lines up to this update
+    disk:Disk, # the seam
+    seal:Mapping|None, # of those lines
+) -> tuple[list[dict],LogSeal]: # the lines kept; their seal, which is reckoned once
+    "Rewind a log and seal what is left."
     held = read_file(path) if path.exists() else b''
     kept, size = _lines_up_to(path, held, attempted, seal)
     last = check_order(path, kept)
     if 0 < last < attempted and size < len(held) and b'\n' not in held[size:]:
         raise ValueError(f'{path} was cut after update {last}, the checkpoint is of {attempted}: '
                          'move newer checkpoints away to go on from there')
-    if seal is not None and (found := LogSeal(kept).value()) != seal:
+    found = LogSeal(kept)
+    if seal is not None and found.value() != seal:
         raise ValueError(f'{path} is not the log that the checkpoint of update {attempted} knows '
-                         f'({found["lines"]} lines up to there, {_counted(seal)} when it was saved): '
+                         f'({found.lines} lines up to there, {_counted(seal)} when it was saved): '
                          'put the log back, or move newer checkpoints away')
     if size < len(held): atomic_write(path, held[:size], disk)
-    return kept
+    return kept, found
 
 # %% ../nbs/19_record.ipynb #check-order
 def _lines_up_to(
@@ -364,8 +374,8 @@ def _rewind(
     seal:Mapping|None, # that the checkpoint holds; None for another run's and for one without
 ) -> list[dict]: # the lines kept
     "Drop log lines that the checkpoint does not know."
-    kept = rewind_log(_writable(run)/LOG, attempted, run.disk, seal)
-    run._last, run._seal = attempted, LogSeal(kept)
+    kept, run._seal = _rewound(_writable(run)/LOG, attempted, run.disk, seal)
+    run._last = attempted
     return kept
 
 
