@@ -239,6 +239,15 @@ def test_no_choice_depends_on_how_the_work_is_cut(judged, name):
     close(weights(ranks[0]) - before, whole)
 
 
+def test_a_rank_without_groups_takes_part(groups):
+    "After tied groups were replaced a rank may have none left; the update is that of the other."
+    ranks, alone = [learner(), learner()], learner()
+    results = in_two_ranks(ranks, [groups, []], rules=both(kl_coef=.1))
+    result = execute_actor_update(alone, groups, both(kl_coef=.1))
+    assert results[0] == results[1] and results[1].records == () and results[0].stats == result.stats
+    assert torch.equal(weights(ranks[0]), weights(ranks[1])) and torch.equal(weights(ranks[0]), weights(alone))
+
+
 def test_a_reward_for_words_moves_words_and_one_for_pictures_pictures(judged):
     "With the rewards of a modality routed away, the step is that of the other modality alone."
     still = dict(weight_decay=0., eps=1e3)
