@@ -65,12 +65,25 @@ def load_checkpoint(
     if path.is_symlink(): raise ValueError(f'{path} is a link: name the checkpoint itself')
     manifest, files = read_folder(path, MANIFEST)
     if (name := manifest.get('name')) != path.name: raise ValueError(f'{path} was saved as {name}: it was renamed')
+    if type(manifest.get('permanent')) is not bool or type(manifest.get('reason')) is not str:
+        raise ValueError(f'{path/MANIFEST} is not the manifest of a checkpoint')
     if STATE not in files: raise ValueError(f'{path/STATE} is missing')
-    state = parse_json(files.pop(STATE), path/STATE)
-    if not isinstance(state, dict): raise ValueError(f'{path/STATE} is not an object')
-    if checkpoint_name(state) != path.name: raise ValueError(f'{path/STATE} is the state of {checkpoint_name(state)}')
+    state = _state(files.pop(STATE), path/STATE)
     tensors = {name.removesuffix('.safetensors'): parse_tensors(data, path/name) for name, data in files.items()}
     return Checkpoint(path, tensors, state, manifest['permanent'], manifest['reason'])
+
+
+def _state(
+    data:bytes, # JSON
+    path:Path, # where it was read
+) -> dict: # with the update that its checkpoint is named after
+    "The state of a checkpoint."
+    state = parse_json(data, path)
+    if not isinstance(state, dict): raise ValueError(f'{path} is not an object')
+    try: name = checkpoint_name(state)
+    except ValueError as error: raise ValueError(f'{path}: {error}') from error
+    if name != path.parent.name: raise ValueError(f'{path} is the state of {name}')
+    return state
 
 
 def damage(

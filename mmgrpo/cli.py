@@ -63,6 +63,7 @@ def guarded(
     debug:bool=False, # show the traceback too
 ) -> int: # exit code
     "Run `work`; a failure becomes one line on stderr and a code."
+    dump_stacks_on_signal()
     try:
         with interrupted_by_sigterm(): work()
         return 0
@@ -138,7 +139,6 @@ def run_command(
     config_kind:str='RLConfig', # name of its config model in `mmgrpo.config`
 ) -> int: # exit code
     "Parse, work, and report."
-    dump_stacks_on_signal()
     args = parser.parse_args(argv)
     if args.help_config: return guarded(parser.prog, lambda: print_fields(config_kind), args.debug)
     if args.config is None: parser.error('--config FILE is needed, as in --config configs/quickstart.yaml')
@@ -211,10 +211,11 @@ def _prepare(args):
     from mmgrpo.setup import prepare_cache
     print(f'prepared {prepare_cache(cfg, output)}')
 
-# %% ../nbs/28_cli.ipynb #replay-main
+# %% ../nbs/28_cli.ipynb #replay-help
 REPLAY = """\
 examples:
   mmgrpo_replay runs/quickstart --update 120
+  mmgrpo_replay runs/quickstart --update 120 --draw
   mmgrpo_replay runs/quickstart --update 120 --tolerance 1e-4 --set trainer.device=cpu
   mmgrpo_replay runs/quickstart --update 120 --set visual.kl_coef=0
 
@@ -222,10 +223,10 @@ exit codes:
   0    every figure is what was recorded, to the bit or within the tolerance
   1    a figure is another, or the replay failed
   2    bad input: command line, no such run or update, a file damaged
-  130  interrupted
+  130  stopped by Ctrl-C, or 143 by SIGTERM
 """
 
-
+# %% ../nbs/28_cli.ipynb #not-negative
 def not_negative(
     text:str, # what stands on the command line
 ) -> float: # finite, 0 or more
@@ -235,7 +236,7 @@ def not_negative(
     if 0 <= value < float('inf'): return value
     raise argparse.ArgumentTypeError(f'{text} is not legal; a number of at least 0')
 
-
+# %% ../nbs/28_cli.ipynb #replay-main
 def replay_main(
     argv:Optional[Sequence[str]]=None, # command line without the program; None reads sys.argv
 ) -> int: # exit code
@@ -247,13 +248,14 @@ def replay_main(
                         help='which update, as `attempted` in its log counts')
     parser.add_argument('--tolerance', metavar='X', type=not_negative,
                         help='largest difference that passes; without it figures must be equal to the bit')
+    parser.add_argument('--draw', action='store_true', help='also draw its rollouts again, with the weights before it')
     args, agrees = with_common_options(parser).parse_args(argv), []
     return guarded(parser.prog, lambda: agrees.append(_replay(args)), args.debug) or int(not agrees[0])
 
 
 def _replay(args):
     from mmgrpo.replay import replay
-    found = replay(args.run_dir, args.update, args.tolerance, args.overrides)
+    found = replay(args.run_dir, args.update, args.tolerance, args.overrides, args.draw)
     print(found)
     return found.agrees
 

@@ -242,7 +242,9 @@ class PackedTrajectoryCache:
         self.root = Path(root)
         self.facts = _read_manifest(self.root, expect_model)
         _check_tensors(self.root/TENSORS, self.facts)
-        self._file = safetensors.safe_open(self.root/TENSORS, framework='np')
+        try: self._file = safetensors.safe_open(self.root/TENSORS, framework='np')
+        except safetensors.SafetensorError as error:
+            raise ValueError(f'{self.root/TENSORS} is not a valid safetensors file: {error}') from error
         self._columns = {name: _Mapped(self._file, name) if name in FIXED else self._file.get_tensor(name)
                          for name in self._file.keys()}
         _check_columns(self._columns, self.facts, self.root/TENSORS)

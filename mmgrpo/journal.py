@@ -31,10 +31,10 @@ from .config import RLConfig
 from .core import Group
 from .engine import UpdateResult
 from .evaluate import CONDITIONS, compare, picture_notes, picture_strip
-from .record import RunDirectory
+from .record import RunDirectory, read_sealed
 from .setup import Parts, on_terminal
-from .storage import (Disk, _write_all as write_all, atomic_write, finite_or_null, json_bytes, make_directory,
-    naming, parse_json)
+from .storage import (Disk, atomic_write, finite_or_null, json_bytes, make_directory,
+    naming, parse_json, write_all)
 
 # %% ../nbs/24_journal.ipynb #state
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def reports(
     last:int, # successful updates; later ones do not count
 ) -> list[dict]: # in order
     "The evaluations of a run."
-    found = [parse_json(path.read_bytes(), path) for path in run_dir.glob('validation_*.json')]
+    found = [read_sealed(path, 'move it away to measure again') for path in run_dir.glob('validation_*.json')]
     update = lambda report: report['identity']['successful_update']
     return sorted((report for report in found if update(report) <= last), key=update)
 
@@ -243,9 +243,10 @@ class Journal:
         run:RunDirectory|None, # None on all ranks but the main one
         state:TrainState, # where it starts
         seen:Seen, # what was done before
+        seal:Mapping|None=None, # of the log, from the checkpoint; None = not known
     ):
         self.parts, self.run, self.seen, self.since = parts, run, seen, time.monotonic()
-        cfg, records = parts.cfg, run.rewind(state.attempted) if run else []
+        cfg, records = parts.cfg, run.rewind(state.attempted, seal) if run else []
         if run: drop_artifacts_after(run.path, state.attempted, run.disk)
         self.events = open_events(run, cfg, state, records) if run else None
         self.bar = tqdm(total=cfg.trainer.max_updates, initial=state.successful, desc=cfg.run.name, unit='update',

@@ -8,9 +8,9 @@ __all__ = ['TAGS', 'ENDS', 'ROOM', 'VISUAL_HEAD', 'legal_table', 'word_logps', '
            'letters_from_tokenizer', 'RolloutLimits', 'example_tokenizer', 'Projection', 'projection', 'side_by_side',
            'DecodeState', 'places_of', 'spread', 'gather', 'attend', 'DecodeLayer', 'decode_layer', 'layer_step',
            'encode', 'token_bits', 'check_pictures', 'padded', 'teacher_hidden', 'start_decoding', 'decode_step',
-           'embed_tokens', 'select_rows', 'quietly', 'adapter_config', 'check_adapter', 'add_adapter', 'model_folder',
-           'load_uniar', 'tensors_digest', 'UniARModules', 'shapes', 'UniARFiles', 'UniARPolicy', 'prompt_text',
-           'make_prompt', 'AdapterSettings', 'example_policy', 'example_prompt']
+           'embed_tokens', 'select_rows', 'quietly', 'adapter_config', 'reading', 'load_tokenizer', 'check_adapter',
+           'add_adapter', 'model_folder', 'load_uniar', 'tensors_digest', 'UniARModules', 'shapes', 'UniARFiles',
+           'UniARPolicy', 'prompt_text', 'make_prompt', 'AdapterSettings', 'example_policy', 'example_prompt']
 
 # %% ../nbs/11_policy.ipynb #imports
 import contextlib, hashlib, importlib.resources, json, re, typing, warnings
@@ -534,13 +534,30 @@ def adapter_config(
                       target_modules=rf'model\.language_model\.layers\.\d+\.\w+\.({names})',
                       modules_to_save=[VISUAL_HEAD] if settings.train_visual_head else None)
 
+@contextlib.contextmanager
+def reading(
+    path:Path, # what a parser of another library reads inside the block
+):
+    "Say in one line what cannot be read; the libraries raise errors of every kind, and few of them name the file."
+    try: yield
+    except Exception as error:
+        why = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise ValueError(f'{path} cannot be read: {why[:200]}') from error
+
+def load_tokenizer(
+    folder:Path, # of a model
+) -> PreTrainedTokenizerFast:
+    "A model's words; code that lies beside them is not run."
+    with reading(folder / 'tokenizer.json'): return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
 # %% ../nbs/11_policy.ipynb #add-adapter
 def check_adapter(
     folder:Path, # of PEFT
     settings, # the `model` section
 ) -> None: # raises ValueError, one line
     "Refuse an adapter that is not what the config describes."
-    held, wanted = LoraConfig.from_pretrained(str(folder)), adapter_config(settings)
+    with reading(folder / 'adapter_config.json'): held = LoraConfig.from_pretrained(str(folder))
+    wanted = adapter_config(settings)
     for name in ('r', 'lora_alpha', 'modules_to_save', 'lora_dropout', 'use_dora', 'lora_bias'):
         is_, asked = (getattr(config, name) or None for config in (held, wanted))
         if is_ == asked: continue
@@ -554,10 +571,11 @@ def add_adapter(
     "A new adapter, which changes nothing yet, or one to go on with."
     if settings.initial_adapter is not None:
         folder = Path(settings.initial_adapter)
-        if not (folder / 'adapter_config.json').is_file():
-            raise FileNotFoundError(f'model.initial_adapter: {settings.initial_adapter!r} holds no adapter_config.json')
+        for name in ('adapter_config.json', 'adapter_model.safetensors'):    # PEFT would take a pickle for the second
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f'model.initial_adapter: {settings.initial_adapter!r} holds no {name}')
         check_adapter(folder, settings)
-        with quietly(): peft = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        with quietly(), reading(folder): peft = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         with safe_open(folder / 'adapter_model.safetensors', 'pt') as file: names = set(file.keys())
         if strange := names ^ set(get_peft_model_state_dict(peft)):     # PEFT itself only warns
             raise ValueError(f'model.initial_adapter: {folder} is not for this model: {sorted(strange)[0]}')
@@ -579,7 +597,7 @@ def model_folder(
     for names in (('config.json',), ('model.safetensors', 'model.safetensors.index.json')):
         if not any((folder / name).is_file() for name in names):
             raise FileNotFoundError(f'model.path: {path!r} holds no {names[0]}')
-    kind = json.loads((folder / 'config.json').read_text()).get('model_type')
+    with reading(folder / 'config.json'): kind = json.loads((folder / 'config.json').read_text()).get('model_type')
     if kind != 'uniar': raise ValueError(f'model.path: {path!r} is a model of type {kind!r}; uniar is what is read')
     return folder
 
@@ -588,8 +606,9 @@ def load_uniar(
     dtype:torch.dtype=torch.float32, # of the weights
 ) -> UniARForConditionalGeneration: # in eval mode
     "Read a model, refusing weights that are missing, left over or of another shape."
-    with quietly():
-        model, report = UniARForConditionalGeneration.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    with quietly(), reading(folder):
+        model, report = UniARForConditionalGeneration.from_pretrained(folder, dtype=dtype, output_loading_info=True,
+                                                                      use_safetensors=True)
     unread = {name for name in report['missing_keys'] if not name.endswith(('bsq.basis', 'bsq.group_basis'))}
     wrong = sorted(unread | set(report['unexpected_keys']) | {str(m) for m in report['mismatched_keys']})
     if wrong: raise ValueError(f'{folder}: weights do not fit config.json: {wrong[:4]}')
@@ -703,7 +722,7 @@ class UniARPolicy(UniARFiles):
         model = load_uniar(folder, dtype).requires_grad_(False)
         digest = tensors_digest(model.state_dict())
         model.output_layer_vistok.float()      # it may be trained, and a step of bfloat16 rounds away
-        policy = cls(model, AutoTokenizer.from_pretrained(folder), rollout, add_adapter(model, settings, seed))
+        policy = cls(model, load_tokenizer(folder), rollout, add_adapter(model, settings, seed))
         policy.model.to(device)
         policy.base_digest = digest
         return policy

@@ -60,7 +60,11 @@ def _recorded_config(
     run_dir:Path, # claimed
 ) -> dict|None: # None before the first start got that far
     "The values that the run was started with."
-    return read_sealed(run_dir/CONFIG)['config'] if (run_dir/CONFIG).exists() else None
+    path = run_dir/CONFIG
+    if not path.exists(): return None
+    config = read_sealed(path).get('config')
+    if isinstance(config, dict) and all(isinstance(section, dict) for section in config.values()): return config
+    raise ValueError(f'{path} holds no config: it is of another version of mmgrpo')
 
 # %% ../nbs/19_record.ipynb #check-claim
 def _claim_of(
@@ -76,7 +80,8 @@ def _check_claim(
 ) -> None:
     "Refuse a directory that another run claimed, with what is different."
     mine, theirs = _claim_of(cfg), read_sealed(run_dir/CLAIM)
-    if theirs.keys() != mine.keys() or theirs['format'] != mine['format']:
+    shape = lambda claim: {key: type(value) for key, value in claim.items()}
+    if shape(theirs) != shape(mine) or theirs['format'] != mine['format']:
         raise InputError(f'{run_dir/CLAIM} is not a claim of format {mine["format"]}: '
                          'the run is of another version of mmgrpo')
     if theirs['kind'] != mine['kind']:
@@ -211,6 +216,13 @@ class LogSeal:
         "The seal of the lines so far."
         return {'lines': self.lines, 'sha256': self._hash.hexdigest()}
 
+
+def _counted(
+    seal, # that a checkpoint holds, or None
+): # None when it does not tell
+    "How many lines a seal counts."
+    return seal.get('lines') if isinstance(seal, Mapping) else None
+
 # %% ../nbs/19_record.ipynb #log
 def rewind_log(
     path:Path|str, # a log whose lines are keyed by 'attempted'
@@ -228,7 +240,7 @@ def rewind_log(
                          'move newer checkpoints away to go on from there')
     if seal is not None and (found := LogSeal(kept).value()) != seal:
         raise ValueError(f'{path} is not the log that the checkpoint of update {attempted} knows '
-                         f'({found["lines"]} lines up to there, {seal.get("lines")} when it was saved): '
+                         f'({found["lines"]} lines up to there, {_counted(seal)} when it was saved): '
                          'put the log back, or move newer checkpoints away')
     if size < len(held): atomic_write(path, held[:size], disk)
     return kept
@@ -241,7 +253,7 @@ def _lines_up_to(
     seal:Mapping|None, # knows how many lines count
 ) -> tuple[list[dict],int]: # their records; their size in bytes
     "The lines that a checkpoint knows; what comes after them is dropped and need not make sense."
-    kept, size, enough = [], 0, seal.get('lines') if seal else None
+    kept, size, enough = [], 0, _counted(seal)
     for number, line in enumerate(held.split(b'\n')[:-1], 1):
         if attempted == 0 or len(kept) == enough or (kept and _attempt(kept[-1]) == attempted): break
         record = parse_json(line, f'{path}, line {number},')

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Figure', 'differences', 'compare_tokens', 'compare_numbers', 'numbers', 'replay_config', 'saved_attempts',
            'replay_chain', 'spans', 'find_chain', 'replay_parts', 'environment_notes', 'prompt_of', 'Again', 'judged',
-           'do_again', 'compare_verdicts', 'compare_results', 'gap_note', 'compare_line', 'compare_saved', 'Replay',
-           'replay', 'all_figures']
+           'do_again', 'compare_verdicts', 'compare_results', 'gap_note', 'compare_line', 'compare_saved', 'draw_again',
+           'compare_drawn', 'Replay', 'replay', 'all_figures']
 
 # %% ../nbs/26_replay.ipynb #imports
 import itertools, math
@@ -20,7 +20,7 @@ from torch import Tensor
 from .artifact import Artifact, artifact_path, exact, kept_attempts, load_update_artifact
 from .checkpoint import MANIFEST, Checkpoint, attempt_of, load_checkpoint, optimizer_tensors
 from .config import RLConfig, make_config
-from .core import Group, Prompt, Verdict
+from .core import Group, Prompt, Rollout, Verdict
 from .engine import TokenRecord, UpdateResult, execute_actor_update
 from .evaluate import rollout_rows, solution_bits
 from .journal import TrainState, attempt_record
@@ -99,11 +99,12 @@ def numbers(
     value, # nested dicts, lists and tuples of numbers, booleans, None and strings
     name:str='', # of it
 ) -> Iterator[tuple[str,float|None]]: # 'a/b/0' -> number
-    "All numbers in a value, with names."
+    "All numbers in a value, with names; words are names without a number."
     if isinstance(value, Mapping): parts = value.items()
     elif isinstance(value, (list, tuple)): parts = enumerate(value)
     else: parts = ()
     for key, held in parts: yield from numbers(held, f'{name}/{key}' if name else str(key))
+    if isinstance(value, str): yield f'{name}={value}', None
     if value is None or isinstance(value, (int, float)): yield name, value
 
 # %% ../nbs/26_replay.ipynb #config
@@ -292,8 +293,9 @@ def compare_line(
 ) -> Figure|None: # None: there is no such line
     "Compare an update with its line in the log, clocks aside."
     found = [held for held in read_lines(Path(run_dir)/LOG) if held['attempted'] == line['attempted']]
-    plain = lambda held: {key: value for key, value in numbers(held) if not key.startswith('timing/')}
-    return compare_numbers('line of the log', plain(found[0]), plain(finite_or_null(line))) if found else None
+    known = lambda held: {key: held[key] for key in held if key in line} # not the clocks
+    plain = lambda held: dict(numbers(known(finite_or_null(held))))
+    return compare_numbers('line of the log', plain(found[0]), plain(line)) if found else None
 
 
 def compare_saved(
@@ -306,6 +308,34 @@ def compare_saved(
     cpu = lambda tensors: {name: t.detach().cpu() for name, t in tensors.items()}
     return [compare_tokens(name, checkpoint.tensors[held], cpu(now[held]))
             for name, held in {'weights after': 'policy', 'moments after': 'optimizer'}.items()]
+
+# %% ../nbs/26_replay.ipynb #drawn
+def draw_again(
+    parts:Parts, # with the weights before the update
+    artifact:Artifact, # of it
+) -> dict[tuple,tuple[Rollout,...]]: # group id -> rollouts
+    "What the policy draws for the puzzles of an update."
+    groups, made = artifact.groups, {}
+    for draw in dict.fromkeys(g.group_id[0] for g in groups):
+        part = [g for g in groups if g.group_id[0] == draw]
+        again = parts.controller.rollouts([g.prompt for g in part], len(part[0].rollouts), (parts.cfg.run.seed, draw))
+        made |= {g.group_id: g.rollouts for g in again}
+    return made
+
+
+def compare_drawn(
+    artifact:Artifact, # what was recorded
+    again:Mapping[tuple,tuple[Rollout,...]], # from `draw_again`
+) -> Figure:
+    "Compare tokens and bits, and then the log-probs that they were drawn with."
+    pairs = {f'rollout {r.index} of {g.group_id[1]}': (r, now)
+             for g in artifact.groups for r, now in zip(g.rollouts, again[g.group_id], strict=True)}
+    n = sum(r.n_tokens for r, _ in pairs.values())
+    for whose, (then, now) in pairs.items():
+        if not (torch.equal(then.ids, now.ids) and torch.equal(then.bits, now.bits)):
+            return Figure('rollouts drawn again', n, False, math.inf, f'{whose} is another')
+    return compare_tokens('rollouts drawn again', *({whose: pair[side].logps for whose, pair in pairs.items()}
+                                                    for side in (0, 1)))
 
 # %% ../nbs/26_replay.ipynb #replay
 @dataclass(frozen=True)
@@ -323,17 +353,20 @@ class Replay:
 
     def __str__(self):
         (*earlier, (last, figures)), note = self.updates.items(), 'computed with other means: '
-        wrong = lambda figures: '; '.join(' '.join(str(f).split()) for f in figures if not f.equal) or 'equal to the bit'
+        off = lambda figures: ', '.join(f.name for f in figures if not f.equal)
         return '\n'.join([f'update {last} of {self.run_dir}, from {self.start}',
-                          *(f'  update {n}: {wrong(found)}' for n, found in earlier),
-                          '  figure                 numbers', *(f'  {figure}' for figure in figures), *(f'  {note}{text}' for text in self.notes)])
+                          *(f'  update {n} before it: ' + (off(found) and f'{off(found)} differ' or 'equal to the bit')
+                            for n, found in earlier),
+                          f'  {"figure":<22} {"numbers":>7}', *(f'  {figure}' for figure in figures),
+                          *(f'  {note}{text}' for text in self.notes)])
 
-
+# %% ../nbs/26_replay.ipynb #do-replay
 def replay(
     run_dir:Path|str, # of a run, which may be going on; nothing in it is written
     attempted:int, # which update, as its log line counts
     tolerance:float|None=None, # largest difference that passes; None: equal to the bit
     overrides:Sequence[str]=(), # 'section.key=value' of the config
+    draw:bool=False, # also draw its rollouts again
 ) -> Replay:
     "Do an update of a run again and compare it with the record."
     cfg, run_dir = replay_config(run_dir, overrides), Path(run_dir)
@@ -343,8 +376,9 @@ def replay(
         state, updates = restore(parts, load_checkpoint(start), fork=False), {}
         for n in chain:
             artifact = load_update_artifact(artifact_path(run_dir, n), lambda name: prompt_of(parts, name))
+            drawn = [compare_drawn(artifact, draw_again(parts, artifact))] if draw and n == attempted else []
             again = do_again(parts, state, artifact)
-            updates[n], state = all_figures(run_dir, parts, artifact, again), again.state
+            updates[n], state = (*drawn, *all_figures(run_dir, parts, artifact, again)), again.state
         return Replay(run_dir, start.name, updates, environment_notes(parts, run_dir), tolerance)
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Due', 'evaluation_due', 'plan', 'draws', 'collect', 'save', 'starting_checkpoint', 'restore', 'schedule_at',
            'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'everyone', 'fit', 'finish',
-           'open_run', 'quiet', 'train', 'session', 'begin', 'go_on']
+           'open_run', 'quiet', 'train', 'session', 'Beginning', 'begin', 'go_on']
 
 # %% ../nbs/25_trainer.ipynb #imports
 import contextlib, json, time, warnings
@@ -18,8 +18,9 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from .checkpoint import (Checkpoint, latest_checkpoint, load_checkpoint, load_optimizer_tensors, load_scheduler,
-    optimizer_tensors, prune_checkpoints, restore_rng, rng_state, save_checkpoint, scheduler_state)
+from .checkpoint import (Checkpoint, Found, checkpoint_size, find_checkpoint, load_checkpoint,
+    load_optimizer_tensors, load_scheduler, optimizer_tensors, prune_checkpoints, restore_rng, rng_state,
+    save_checkpoint, scheduler_state)
 from .config import RLConfig, run_directory
 from .core import Group
 from .data import PackedTrajectoryCache, query_indices_for_update
@@ -34,7 +35,7 @@ from .reward import RewardRunner, open_rewards
 from .settings import InputError
 from .setup import (Parts, batch_metrics, build, load_policy, on_terminal, open_cache, prepare_cache,
     run_reference, score_batch, write_origin)
-from .storage import finite_or_null, parse_json, write_file
+from .storage import check_space, finite_or_null, write_file
 
 # %% ../nbs/25_trainer.ipynb #plan
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def save(
 
     def write():
         tensors = dict(policy=named, optimizer=optimizer_tensors(learner.optimizer, named))
-        path = save_checkpoint(journal.run.path, tensors, whole, due.reason != 'rolling', due.reason)
+        log = journal.run.log_seal() if parts.cfg.logging.jsonl else None
+        path = save_checkpoint(journal.run.path, tensors, whole | dict(log=log), due.reason != 'rolling', due.reason)
         prune_checkpoints(path.parent, parts.cfg.checkpoint.keep_latest, path)
 
     context.main_call('checkpoint', write)
@@ -126,13 +128,14 @@ def save(
 def starting_checkpoint(
     cfg:RLConfig, # may name one
     run_dir:Path, # of the run
-) -> Path|None: # None: from the beginning; the run's own lies in `run_dir`, also where checkpoints/ is a link
+) -> Found: # the run's own lies in `run_dir`, also where checkpoints/ is a link
     "The run's newest checkpoint, else the one that the config names."
-    own, asked = latest_checkpoint(run_dir), cfg.checkpoint.resume_from and Path(cfg.checkpoint.resume_from).resolve()
+    found, asked = find_checkpoint(run_dir, cfg.checkpoint.damaged), cfg.checkpoint.resume_from
+    own, asked = found.path, asked and Path(asked).resolve()
     if asked and not asked.is_dir(): raise InputError(f'checkpoint.resume_from: {str(asked)!r} is not there')
     if asked and asked.parent.parent == run_dir.resolve() and asked != (own and own.resolve()):
         raise InputError(f'manual same-run GRPO checkpoint rollback is unsupported: {asked} is not the newest')
-    return own or asked or None
+    return found if own or not asked else Found(asked)
 
 # %% ../nbs/25_trainer.ipynb #restore
 def restore(
@@ -187,22 +190,23 @@ def ensure_validation(
         verifier=parts.verifier.descriptor()['fingerprint'], settings=cfg.evaluation.model_dump(mode='json'),
         puzzles={split: len(rows) for split, rows in parts.valid.items()})
     name = f'validation_step_{successful:06d}.json' if successful else 'validation_start.json'
-    report = context.main_call('validation', lambda: found_report(journal.run.path/name, identity))
+    report = context.main_call('validation', lambda: found_report(journal.run, name, identity))
     if report is None:
         splits = {split: measured(parts, rows, split) for split, rows in parts.valid.items()}
         report = dict(identity=identity, splits=splits)
-        context.main_call('validation', lambda: journal.run.write_json(name, report))
+        context.main_call('validation', lambda: journal.run.write_sealed(name, report))
     journal.evaluated(report)
     return report
 
 
 def found_report(
-    path:Path, # of a report, there or not
+    run:RunDirectory, # opened
+    name:str, # of a report, there or not
     identity:Mapping, # what it must be of
 ) -> dict|None:
     "A report of these weights, or None; a report of others is not overwritten."
-    if not path.exists(): return None
-    report = parse_json(path.read_bytes(), path)
+    if not (path := run.path/name).exists(): return None
+    report = run.read_sealed(name, 'move it away to measure again')
     if report['identity'] == identity: return report
     raise RuntimeError(f'{path} is the report of another policy or setting: move it away')
 
@@ -359,8 +363,9 @@ def session(
     "One process's share of a run; nothing is written before the model and the config's cache are known to be good."
     policy = load_policy(cfg, context.accelerator.device)
     cache = open_cache(cfg, policy, cfg.data.cache_root) if cfg.data.cache_root else None
+    context.main_call('space', lambda: check_space(run_directory(cfg), 2 * checkpoint_size(policy.trainable())))
     if cfg.checkpoint.resume_from and not run_directory(cfg).exists(): # refused before there is a directory
-        load_checkpoint(starting_checkpoint(cfg, run_directory(cfg)))
+        load_checkpoint(starting_checkpoint(cfg, run_directory(cfg)).path)
     with open_rewards(cfg.reward) as rewards, open_run(cfg, context) as (run, complete):
         if complete: return True
         where = context.main_call('prepare', lambda: None if cache else prepare_cache(cfg, policy=policy))
@@ -369,6 +374,16 @@ def session(
     return False
 
 # %% ../nbs/25_trainer.ipynb #session
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    "A run brought to where it was."
+    parts:Parts
+    state:TrainState
+    start:Path|None=None # the checkpoint that it goes on from
+    fork:bool=False # whether that is another run's
+    seal:Mapping|None=None # what the checkpoint knows of the log
+
+
 def begin(
     cfg:RLConfig, # the run
     context:DistributedContext, # who takes part
@@ -376,29 +391,33 @@ def begin(
     cache:PackedTrajectoryCache, # made for it
     run:RunDirectory|None, # held; None on all ranks but the main one
     rewards:RewardRunner, # of the config, in its `with` block
-) -> tuple[Parts,TrainState,Path|None]: # the run's parts, where it is, the checkpoint it goes on from
+) -> Beginning:
     "Put a run together and bring it to where it was."
     run_dir = run_directory(cfg)
-    start = context.main_call('checkpoint', lambda: starting_checkpoint(cfg, run_dir))
-    parent = run_dir if start is None else start.parent.parent
+    found = context.main_call('checkpoint', lambda: starting_checkpoint(cfg, run_dir))
+    for path, why in found.skipped if context.is_main else (): say(f'RL_CHECKPOINT_SKIPPED {path.name}: {why}')
+    start, parent = found.path, run_dir if found.path is None else found.path.parent.parent
     parts = build(cfg, context, policy, cache, run_reference(policy, parent/'reference'), rewards)
+    checkpoint = start and context.gather_stage('checkpoint', lambda: load_checkpoint(start))
+    back = lambda: context.gather_stage('restore', lambda: restore(parts, checkpoint, parent != run_dir))
+    state = back() if parent != run_dir else TrainState() # another run's must fit before this one is pinned to it
     context.main_call('provenance', lambda: write_origin(parts, run))
-    if start is None: return parts, TrainState(), None
-    return parts, restore(parts, load_checkpoint(start), parent != run_dir), start
+    if start is None or parent != run_dir: return Beginning(parts, state, start, start is not None)
+    return Beginning(parts, back(), start, False, checkpoint.state.get('log'))
 
-
+# %% ../nbs/25_trainer.ipynb #go-on
 def go_on(
-    begun:tuple[Parts,TrainState,Path|None], # from `begin`
+    begun:Beginning, # from `begin`
     run:RunDirectory|None, # held; None on all ranks but the main one
     stop_after_updates:int|None, # as in `train`
 ) -> None:
     "The run from where it is to its end, or to a pause; raises `Stopped` after one that a signal asked for."
-    (parts, state, start), last = begun, begun[0].cfg.trainer.max_updates
-    name = start.name if start else None
+    parts, state, last = begun.parts, begun.state, begun.parts.cfg.trainer.max_updates
+    name = begun.start.name if begun.start else None
     say(f'RL_RESUME successful_updates={state.successful} query_update={state.attempted} checkpoint={name}')
-    own = start is not None and start.parent.parent == run_directory(parts.cfg)
     goal = min(last, state.successful + (stop_after_updates or last))
-    with Journal(parts, run, state, Seen(state.attempted if own else None)) as journal:
+    seen = Seen(state.attempted if begun.start and not begun.fork else None)
+    with Journal(parts, run, state, seen, begun.seal) as journal:
         with StopSignals(parts.cfg.checkpoint.grace_s) as stop: state = fit(parts, journal, state, goal, stop)
         asked = parts.context.agree_on_stop(stop.asked)
         if asked or state.successful < last: say(f'RL_PAUSED step={state.successful}')

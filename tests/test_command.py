@@ -15,7 +15,7 @@ from project import ROOT
 from mmgrpo import __version__
 
 QUICKSTART = 'configs/quickstart.yaml'
-COMMANDS = {'mmgrpo_train': 'train_main', 'mmgrpo_sft': 'sft_main', 'mmgrpo_prepare': 'prepare_main'}
+COMMANDS = {'mmgrpo_train': 'train_main', 'mmgrpo_sft': 'sft_main', 'mmgrpo_prepare': 'prepare_main', 'mmgrpo_replay': 'replay_main'}
 HELP_CPU_S = 1.0    # of CPU time, which a busy machine stretches little; about 0.07 where this was written
 
 
@@ -48,9 +48,10 @@ def only_line(command, *args, **kwargs):
 def test_help_shows_every_flag_an_example_and_the_exit_codes(command):
     code, out, err = run(command, '--help')
     assert (code, err) == (0, '') and out.startswith(f'usage: {command} ')
-    flags = {'mmgrpo_train': ['--stop-after-updates'], 'mmgrpo_prepare': ['--output']}.get(command, [])
-    for flag in ['--config', '--set', '--debug', '--version', '--help-config', *flags]: assert f'  {flag}' in out
-    assert f'  {command} --config configs/' in out
+    flags = {'mmgrpo_train': ['--stop-after-updates'], 'mmgrpo_prepare': ['--output'], 'mmgrpo_replay': ['--update', '--tolerance', '--draw']}
+    input_flags = [] if command == 'mmgrpo_replay' else ['--config', '--help-config']
+    for flag in ['--set', '--debug', '--version', *input_flags, *flags.get(command, [])]: assert f'  {flag}' in out
+    assert f'  {command} ' + ('--config configs/' if input_flags else 'runs/') in out
     assert [line.split()[0] for line in out.partition('exit codes:\n')[2].splitlines()] == ['0', '1', '2', '130']
 
 
@@ -86,10 +87,14 @@ def test_help_config_prints_the_fields(command, field):
 
 # --- bad input
 
-@pytest.mark.parametrize('command', COMMANDS)
+@pytest.mark.parametrize('command', [command for command in COMMANDS if command != 'mmgrpo_replay'])
 def test_a_missing_config_is_named(command):
     assert only_line(command, '--config', 'no/such.yaml') == 'no/such.yaml: no such file'
     assert only_line(command).startswith('--config FILE is needed')
+
+
+def test_a_missing_run_is_named():
+    assert only_line('mmgrpo_replay', 'no/such', '--update', 1) == 'no/such is not a run: it has no config.json'
 
 
 @pytest.mark.parametrize('given, expected', [

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmgrpo.checkpoint import latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
+from mmgrpo.checkpoint import damage, find_checkpoint, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 from mmgrpo.config import RLConfig, make_config
-from mmgrpo.record import RunDirectory, rewind_log
+from mmgrpo.record import CLAIM, LogSeal, RunDirectory, claim_run_directory, is_claimed, read_sealed, rewind_log
 from mmgrpo.settings import InputError
-from mmgrpo.storage import TEMP_PREFIX, Disk, StorageError, append_line, atomic_write, read_lines, sweep_temps, write_file
+from mmgrpo.storage import (TEMP_PREFIX, Disk, StorageError, append_line, atomic_write, filling, read_lines, sweep_orphans, sweep_temps,
+                            write_file)
 
 CALLS = tuple(Disk.__dataclass_fields__)
 DISK = Disk(fsync=os.fstat)      # processes die here, the power does not: a sync is counted, and need not be waited for
@@ -112,17 +113,138 @@ def test_a_file_is_old_or_new(tmp_path, fault):
         assert path.read_bytes() in (b'old', b'new')
 
 
-@pytest.mark.parametrize('code', [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize('code', [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EFBIG])
 def test_an_error_that_lasts_is_named_and_nothing_is_lost(tmp_path, code):
     "Every call of one kind fails from now on, as on a full or read-only disk."
     commit(tmp_path, 1, DISK)
     for name in CALLS:
         if name in ('truncate', 'link', 'unlink', 'rmdir', 'statvfs'): continue                     # not part of saving
         def fault(*args): raise OSError(code, os.strerror(code))
-        with pytest.raises(StorageError, match=str(tmp_path)):
+        with pytest.raises(StorageError, match=str(tmp_path)) as raised:
             save_checkpoint(tmp_path, tensors(2), state(2), disk=Disk(**{name: fault}))
-        assert held(tmp_path) == 1
+        assert held(tmp_path) == 1 and TEMP_PREFIX not in str(raised.value)
+        assert names_in(tmp_path) == NAMES[1:2] or name in ('open', 'close'), 'what failed takes no room'
         sweep_temps(tmp_path/'checkpoints')
+
+
+NAMES = [f'update-{n:06d}-attempt-{n:06d}' for n in range(12)]
+def commit_all(run_dir, n): return save_checkpoint(run_dir, tensors(n), state(n), disk=DISK)
+def names_in(run_dir): return sorted(p.name for p in (run_dir/'checkpoints').iterdir())
+
+
+@pytest.mark.parametrize('fault', FAULTS, ids=lambda f: f.__name__)
+def test_a_damaged_checkpoint_is_replaced_whole_or_not_at_all(tmp_path, fault):
+    "The run fell back before a damaged one and saves that update again: at each instant an older one is there, or the new one is."
+    def damaged(run_dir):
+        for n in (1, 2): commit_all(run_dir, n)
+        (run_dir/'checkpoints'/NAMES[2]/'adapter.safetensors').write_bytes(b'bad')
+        return find_checkpoint(run_dir, 'fall_back')
+
+    counting = Counting()
+    assert [path.name for path, _ in damaged(tmp_path/'count').skipped] == [NAMES[2]]
+    save_checkpoint(tmp_path/'count', tensors(2), state(2), disk=counting.disk())
+    assert held(tmp_path/'count') == 2
+    for at in range(1, counting.n + 1):
+        run_dir = tmp_path/str(at)
+        damaged(run_dir)
+        try: save_checkpoint(run_dir, tensors(2), state(2), disk=Counting(at, fault).disk())
+        except (StorageError, Died): pass
+        sweep_temps(run_dir/'checkpoints', DISK)
+        found = load_checkpoint(find_checkpoint(run_dir, 'fall_back').path)
+        assert found.path.name in NAMES[1:3] and found.tensors['adapter']['w'][0] == found.state['attempted']
+        if found.path.name == NAMES[1]: save_checkpoint(run_dir, tensors(2), state(2), disk=DISK)
+        assert held(run_dir) == 2
+
+
+@pytest.mark.parametrize('clock', ['equal', 'reversed', 'future'])
+@pytest.mark.parametrize('keep', [0, 1, 2, 3, 99])
+def test_retention_goes_by_numbers(tmp_path, clock, keep):
+    for n in range(1, 7): commit_all(tmp_path, n)
+    for n in range(1, 7):
+        stamp, folder = dict(equal=1e9, reversed=2e9 - n, future=4e9 + n)[clock], tmp_path/'checkpoints'/NAMES[n]
+        for path in (*folder.iterdir(), folder): os.utime(path, (stamp, stamp))
+    last = tmp_path/'checkpoints'/NAMES[6]
+    assert latest_checkpoint(tmp_path) == last
+    assert prune_checkpoints(last.parent, keep, last, DISK) == NAMES[1:7 - min(max(keep, 1), 6)]
+    assert names_in(tmp_path) == NAMES[1:7][-max(keep, 1):]
+
+
+def test_retention_keeps_as_many_sound_ones_as_it_says(tmp_path):
+    "Whatever of six is damaged, in manifest or content: the newest two that are sound stay."
+    for damaged in range(2**5):
+        run_dir = tmp_path/str(damaged)
+        saved = [commit_all(run_dir, n) for n in range(1, 7)]
+        for n in range(5):
+            if damaged >> n & 1: (saved[n]/('MANIFEST' if n % 2 else 'state.json')).write_bytes(b'{}')
+        sound = [path for path in saved if damage(path) is None]
+        prune_checkpoints(saved[0].parent, 2, saved[-1], DISK)
+        assert [path for path in saved if damage(path) is None] == sound[-2:]
+
+
+def test_nothing_goes_before_the_new_one_was_read_back(tmp_path):
+    for n in range(1, 4): last = commit_all(tmp_path, n)
+    (last/'adapter.safetensors').write_bytes(b'lost by the disk')
+    counting = Counting()
+    with pytest.raises(ValueError, match='adapter.safetensors'): prune_checkpoints(last.parent, 0, last, counting.disk())
+    assert counting.names == [] and names_in(tmp_path) == NAMES[1:4]
+
+
+@pytest.mark.parametrize('fault', [dead, dead_after], ids=lambda f: f.__name__)
+def test_a_claim_is_whole_or_not_there(tmp_path, fault):
+    cfg, counting = config(tmp_path), Counting()
+    (tmp_path/'count').mkdir()
+    assert claim_run_directory(tmp_path/'count', cfg, counting.disk())
+    for at in range(1, counting.n + 1):
+        folder = tmp_path/str(at)
+        folder.mkdir()
+        with pytest.raises(Died): claim_run_directory(folder, cfg, Counting(at, fault).disk())
+        if (folder/CLAIM).exists(): assert read_sealed(folder/CLAIM)['fingerprint'] == cfg.fingerprint(execution=False)
+        assert is_claimed(folder, cfg) is (folder/CLAIM).exists()
+        claim_run_directory(folder, cfg, DISK)
+        assert is_claimed(folder, cfg)
+
+
+def test_a_log_cut_at_the_end_of_any_line_is_refused(tmp_path):
+    path, records = tmp_path/'train_log.jsonl', [{'attempted': n, 'reward': n/7, 'timing/s': n*.1} for n in range(1, 30)]
+    for record in records: append_line(path, record, DISK)
+    seal, whole = LogSeal(records).value(), path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    places = [whole.index(b'"reward":', start) + 11 for start in [0, *ends[:-1]]]              # the first digit after the point
+    changed = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:] for at in places if whole[at - 1:at] == b'.']
+    assert len(changed) > 20
+    for data in (b'', *(whole[:end] for end in ends[:-1]), *changed):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match='train_log.jsonl'): rewind_log(path, 29, DISK, seal)
+        assert path.read_bytes() == data
+    path.write_bytes(whole)
+    assert rewind_log(path, 29, DISK, seal) == records
+
+
+def test_what_a_living_process_fills_is_not_swept(tmp_path):
+    def fills(say):
+        with filling(tmp_path/'cache-1') as temp:
+            say(temp.name)
+            time.sleep(60)
+    pid, lines = forked(fills)
+    name = lines.readline().strip()
+    try: assert sweep_orphans(tmp_path, 'cache-') == [] and (tmp_path/name).is_dir()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        lines.close()
+    assert sweep_orphans(tmp_path, 'cache-') == ['cache-1'] and os.listdir(tmp_path) == []
+
+
+def test_one_more_line_costs_the_same_however_long_the_log_is(tmp_path, monkeypatch):
+    def read(lines):
+        "Bytes read to add a line."
+        path, sizes, real = tmp_path/f'{lines}.jsonl', [], os.pread
+        path.write_bytes(b''.join(b'{"attempted":%d,"text":"%s"}\n' % (n, b'x'*200) for n in range(1, lines + 1)))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, 'pread', lambda fd, size, at: (sizes.append(size), real(fd, size, at))[1])
+            append_line(path, {'attempted': lines + 1}, DISK)
+        return sum(sizes)
+    assert read(400) == read(5000) == 65536
 
 
 def test_order_of_calls(tmp_path):

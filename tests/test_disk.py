@@ -1,0 +1,203 @@
+"""A disk that says no, at every call that a run makes of it: the run ends with a line that names the place, or does without; nothing is lost."""
+import errno
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import subprocess
+
+import pytest
+from faults import CALLS, copied, follows, goes_on, keeps, outcome
+from ledger import TORTURE, size
+
+SILENT = ('open', 'write', 'fsync', 'truncate', 'close')    # the interpreter goes on after EINTR in these by itself: see the strace tests
+ERRORS = ('EIO', 'ENOSPC', 'EDQUOT')
+
+
+def points(trace) -> dict:
+    "place -> number of the call: the first of each kind of call on each kind of file, however many updates and random names there were."
+    found, seen = {}, {}
+    for number, line in enumerate(trace, 1):
+        name, _, path = line.partition(' ')
+        plain = re.sub(r'\d+', '#', re.sub(r'-[0-9a-f]{8}(?=$|/)', '-*', path.rpartition('/run')[2] if '/run' in path else '..'))
+        of_file = seen.setdefault(path, []).append(name) or seen[path].count(name)
+        found.setdefault(f'{name} {plain or "/"} {of_file if of_file < 3 else "more"}', number)
+    return found
+
+
+@pytest.fixture(scope='session')
+def stages(trials, brief, tmp_path_factory):
+    "Two processes that make a run: what the first finds and does, and the second."
+    found, place = [], tmp_path_factory.mktemp('stages')
+    for stop in (1, None):
+        before = place/f'before-{stop}'/'run'
+        if found: shutil.copytree(place/'run', before)
+        found.append((before, stop, trials.ended(place/'run', brief.sections, stop=stop).trace))
+    assert outcome(place/'run') == brief.found
+    return found
+
+
+def cases(stages) -> list:
+    "(stage, number of the call, its place, kind of fault), all that can be."
+    found = []
+    for number, (_, _, trace) in enumerate(stages):
+        for place, at in points(trace).items():
+            name = place.split()[0]
+            kinds = ['kill before', 'kill after', *ERRORS] + ['short'] * (name == 'write') + ['EINTR'] * (name not in SILENT)
+            found += [(number, at, place, kind) for kind in kinds]
+    return found
+
+
+def some_of_each(all_cases, n) -> list:
+    "A few cases of every kind of fault."
+    kinds = sorted({kind for *_, kind in all_cases})
+    return [case for kind in kinds for case in random.Random(kind).sample([case for case in all_cases if case[-1] == kind], n)]
+
+
+def prepared(stage, place):
+    "A directory as a stage finds it."
+    place.mkdir(parents=True, exist_ok=True)
+    return copied(stage[0], place) if stage[0].exists() else place/'run'
+
+
+def suffer(trials, brief, stages, case, place, then=None) -> None:
+    "Let one fault happen, see that nothing is lost, and go on."
+    number, at, what, kind = case
+    run = prepared(stages[number], place)
+    life = trials.live(run, brief.sections, stop=stages[number][1], call=dict(at=at, kind=kind, then=then))
+    follows(life, brief)
+    if kind.startswith('kill'): assert life.code == -signal.SIGKILL, (what, life.err)
+    elif kind == 'short': assert life.code == 0, (what, life.err)
+    elif life.code: assert_told(life, run, kind, what)
+    if run.exists() and (run/'checkpoints').exists(): keeps(life, run)
+    goes_on(trials, brief, run, kind)
+    shutil.rmtree(place)
+
+
+def assert_told(life, run, kind, what) -> None:
+    "One line, which names a place that the user knows and the reason."
+    assert life.code == 1 and len(life.err.splitlines()) == 1, (what, life.code, life.err)
+    assert str(run.parent) in life.err and os.strerror(getattr(errno, kind)) in life.err and '.tmp-' not in life.err, (what, life.err)
+
+
+# --- through the seam
+
+@pytest.mark.goal('R2')
+@pytest.mark.parametrize('part', range(size(1, 20)))
+def test_a_fault_at_every_call_of_the_disk(trials, brief, stages, tmp_path, part):
+    "First commit, rolling commit with pruning, log, report, pictures, adapter, summary: each call fails, does half, or is the last."
+    all_cases = cases(stages)
+    assert {what.split()[0] for _, _, what, _ in all_cases} >= set(CALLS) - {'truncate'}
+    mine = all_cases[part::20] if TORTURE else some_of_each(all_cases, 4)
+    problems = []
+    for n, case in enumerate(mine):
+        try: suffer(trials, brief, stages, case, tmp_path/str(n))
+        except AssertionError as error: problems.append(f'{case}: {error}')
+    assert not problems, '\n'.join(problems)
+
+
+@pytest.mark.goal('R2')
+@pytest.mark.parametrize('number', range(size(2, 200)))
+def test_two_faults(trials, brief, stages, tmp_path, number):
+    "A call fails, and one of those that clean up after it fails too."
+    chance, all_cases = random.Random(number), cases(stages)
+    stage, at, what, _ = chance.choice(all_cases)
+    suffer(trials, brief, stages, (stage, at, what, chance.choice(ERRORS)), tmp_path/'case', (at + chance.randint(1, 5), chance.choice(ERRORS)))
+
+
+# --- through the kernel
+
+def traced(trials, tmp_path) -> None:
+    "Skip, loudly, where strace may not hold a process."
+    if shutil.which('strace') is None: pytest.skip('NO FAULTS THROUGH THE KERNEL: strace is not installed')
+    if subprocess.run(['strace', '-qq', '-o', '/dev/null', '-e', 'trace=fsync', 'true'], capture_output=True).returncode:
+        pytest.skip('NO FAULTS THROUGH THE KERNEL: strace may not trace here')
+
+
+def system_calls(trials, brief, stages, tmp_path) -> dict:
+    "How many calls of the kernel a process that goes on makes of each kind, as strace counts them."
+    run = prepared(stages[1], tmp_path/'counted')
+    job = trials.job(run, brief.sections, strace=('-e', f'trace={",".join(KERNEL)}'))
+    assert trials.together([job])[0].code == 0
+    lines = [line.split('(')[0] for line in open(job['trace'])]
+    return {name: lines.count(name) for name in KERNEL if lines.count(name)}
+
+
+KERNEL = dict(fsync=('EIO', 'ENOSPC', 'EDQUOT', 'EINTR'), write=('EIO', 'ENOSPC', 'EDQUOT', 'EINTR'), rename=('EIO', 'ENOSPC'), openat=('EIO', 'EINTR'),
+              close=('EIO',), mkdir=('ENOSPC',), unlink=('EIO',))
+
+
+@pytest.mark.goal('R2')
+def test_faults_through_the_kernel(trials, brief, stages, tmp_path):
+    "The same with strace, which also reaches what the interpreter does after EINTR: it goes on."
+    traced(trials, tmp_path)
+    counts, chance = system_calls(trials, brief, stages, tmp_path), random.Random(0)
+    for n in range(size(8, 100)):
+        name = chance.choice(sorted(counts))
+        kind = chance.choice((*KERNEL[name], 'KILL'))
+        how = f'{name}:signal=KILL' if kind == 'KILL' else f'{name}:error={kind}'
+        run = prepared(stages[1], tmp_path/str(n))
+        life = trials.live(run, brief.sections, strace=('-e', f'trace={name}', '-e', f'inject={how}:when={chance.randint(1, counts[name])}'))
+        follows(life, brief)
+        assert life.code in ((0, -signal.SIGKILL) if kind == 'KILL' else (0, 1)), (how, life.err)
+        if kind == 'EINTR': assert life.code == 0, (how, life.err)
+        elif life.code == 1: assert os.strerror(getattr(errno, kind)) in life.err and '.tmp-' not in life.err, (how, life.err)
+        keeps(life, run)
+        goes_on(trials, brief, run, f'{kind} by strace')
+
+
+@pytest.mark.goal('R2')
+@pytest.mark.parametrize('number', range(size(2, 30)))
+def test_files_that_grow_too_large(trials, brief, stages, tmp_path, number):
+    "RLIMIT_FSIZE: the kernel takes a part of a file and refuses the rest."
+    run, largest = prepared(stages[1], tmp_path), random.Random(number).choice((300, 1000, 3000, 10000, 20000, 30000))
+    life = trials.live(run, brief.sections, largest=largest)
+    if life.code: assert_told(life, run, 'EFBIG', largest)
+    keeps(life, run)
+    goes_on(trials, brief, run, 'EFBIG')
+
+
+# --- a disk of a size
+
+@pytest.fixture(scope='session')
+def disk(tmp_path_factory):
+    "Makes a file system of so many bytes in memory, or skips loudly."
+    mounted = []
+
+    def made(size):
+        place = tmp_path_factory.mktemp('disk')
+        done = subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', place], capture_output=True, text=True)
+        if done.returncode: pytest.skip(f'NO FULL DISKS: a tmpfs cannot be mounted here: {done.stderr.strip()}')
+        mounted.append(place)
+        return place
+    yield made
+    for place in mounted: subprocess.run(['umount', place], check=True)
+
+
+def resized(place, size) -> None: subprocess.run(['mount', '-o', f'remount,size={size}', place], check=True)
+
+
+STEP = 64 * 1024
+
+
+@pytest.mark.goal('R10')
+@pytest.mark.parametrize('part', range(size(1, 10)))
+def test_disks_of_all_sizes(trials, straight, disk, part):
+    "From one page to twice what a run needs: the newest checkpoint is never lost, and with more room the run is as if nothing had happened."
+    needed = sum(path.stat().st_blocks * 512 for path in straight.run.rglob('*'))
+    sizes = [4096, *range(STEP, 2 * needed + STEP, STEP)]
+    mine = sizes[part::10] if TORTURE else sizes[::max(1, len(sizes)//5)]
+    outcomes = []
+    for n in mine:
+        place = disk(n)
+        life = trials.live(place/'run', straight.sections)
+        follows(life, straight)
+        if life.code: assert_told(life, place/'run', 'ENOSPC', n)
+        if (place/'run'/'checkpoints').exists(): keeps(life, place/'run')
+        outcomes.append(life.code)
+        resized(place, 64 << 20)
+        goes_on(trials, straight, place/'run', 'full disk')
+        shutil.rmtree(place/'run')
+    assert set(outcomes) == {0, 1}, f'sizes {mine} must have been too small and large enough'
