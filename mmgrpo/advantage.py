@@ -125,7 +125,7 @@ MODALITIES = ('text', 'visual')
 class RewardPart:
     "One of several rewards."
     name:str # as in a verdict's `rewards`
-    weight:float=1. # what it counts; negative for a penalty
+    weight:float=1. # what it counts; negative for a penalty, 0 where it is only reported
     on:str='joint' # which tokens it moves: 'text', 'visual', or 'joint' for both
 
     def __post_init__(self):
@@ -189,7 +189,7 @@ def routed_advantages(
     some = rewards[parts[0].name]
     none = Advantages(torch.zeros(some.shape), torch.ones(some.shape, dtype=torch.bool),
                       torch.ones(len(some), dtype=torch.bool))              # no reward at all: every group is tied
-    mine = {kind: [part for part in parts if part.on in ('joint', kind)] for kind in MODALITIES}
+    mine = {kind: [part for part in parts if part.weight and part.on in ('joint', kind)] for kind in MODALITIES}
     return {kind: combined_advantages(rewards, found, rule) if found else none for kind, found in mine.items()}
 
 # %% ../nbs/06_advantage.ipynb #refill

@@ -304,7 +304,12 @@ def run_contradictions(
         yield f'scheduler.warmup_updates: {warmup} is above trainer.max_updates, {trainer.max_updates}'
     if not cfg.text.weight and not cfg.visual.weight:
         yield 'text.weight: 0 beside visual.weight 0 leaves nothing to train; one of them above 0'
+    if cfg.reward.combine == 'each' and (cfg.loss.advantage_scale, cfg.loss.advantage_scope) != ('std', 'group'):
+        yield (f'reward.combine: "each" scales every reward by its group, but loss.advantage_scale is '
+               f'{cfg.loss.advantage_scale} and loss.advantage_scope {cfg.loss.advantage_scope}; std and group')
     for kind, section in dict(text=cfg.text, visual=cfg.visual).items():
+        if section.kl_coef and cfg.loss.kl_in == 'reward' and cfg.reward.combine == 'each':
+            yield f'{kind}.kl_coef: in the reward (loss.kl_in) it is scaled away by reward.combine "each"; 0, or "loss"'
         if section.kl_coef and not section.weight:
             yield f'{kind}.kl_coef: has no effect beside {kind}.weight 0, which multiplies it; 0 as well'
         yield from _objective_faults(cfg.loss, kind, section)

@@ -41,9 +41,11 @@ def update_rules(
         section = getattr(cfg, kind).model_dump()
         limits[f'{kind}_limits'] = Limits(section.pop('kl_limit'), section.pop('entropy_floor'))
         limits[kind] = ModalityRule(**section, length=length, correction=fix)
-    advantage = AdvantageRule(loss.advantage_scale, loss.advantage_scope, loss.baseline)
-    return UpdateRules(advantage=advantage, tied=loss.tied, truncated=loss.truncated, inner_updates=loss.inner_updates,
-                       kl_in=loss.kl_in, on_drift=loss.on_drift, max_grad_norm=cfg.optimizer.max_grad_norm,
+    advantage = AdvantageRule(loss.advantage_scale, loss.advantage_scope, loss.baseline, cfg.reward.combine)
+    parts = tuple(RewardPart(part.key, part.weight, part.on) for part in cfg.reward.parts)
+    return UpdateRules(advantage=advantage, parts=parts, tied=loss.tied, truncated=loss.truncated, kl_in=loss.kl_in,
+                       inner_updates=loss.inner_updates, on_drift=loss.on_drift,
+                       max_grad_norm=cfg.optimizer.max_grad_norm,
                        micro_batch_rollouts=cfg.trainer.micro_batch_rollouts,
                        gap_tolerance_text=cfg.trainer.gap_tolerance_text,
                        gap_tolerance_visual=cfg.trainer.gap_tolerance_visual, **limits)

@@ -247,7 +247,7 @@ class StopSignals(StopWish):
     def __exit__(self, *error):
         self._open = False
         self._heard.put(None)
-        if self._before: self._clock.join()
+        if self._before: self._clock.join(1.) # it may be held up by a terminal; what it does later is nothing
         for number, handler in self._before.items(): signal.signal(number, handler)
 
     def _handle(self, signum, frame):

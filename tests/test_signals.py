@@ -6,6 +6,8 @@ import importlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,12 @@ import faults
 import pytest
 from faults import UPDATES, Trials, checkpoints, goes_on, undisturbed
 
+<<<<<<< HEAD
 pytestmark = pytest.mark.goal('R9')
+=======
+from mmgrpo.process import Stopped, StopSignals
+
+>>>>>>> process
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 PLACES = dict(       # where a child may send itself a signal: a function that is called there
     rollout='mmgrpo.rollout:draw_step', reward='mmgrpo.verifier:VisualJigsawABCDVerifier.__call__',
@@ -107,7 +114,7 @@ WISH = '{}: stops after this update, in 30 s at the latest; at once when sent ag
 
 @pytest.mark.parametrize('number, places', [
     (TERM, [('rollout', 3), ('reward', 2), ('backward', 1), ('log', 1)]),
-    (INT, [('step', 1), ('commit', 2), ('rollout', 1), ('commit', 1)]),
+    (INT, [('commit', 2), ('step', 1), ('commit', 1), ('rollout', 1)]),
 ])
 def test_the_running_update_ends_and_is_saved(trials, straight, tmp_path, number, places):
     "In each update of a run; sent twice within a moment, as a launcher may do, it is one signal."
@@ -150,4 +157,75 @@ def test_stacks_are_shown_and_nothing_else_changes(trials, straight, tmp_path):
     goes_on(trials, straight, run, 'SIGUSR1')
 
 
+<<<<<<< HEAD
+=======
+@pytest.mark.parametrize('number', range(size(3, 300)))
+def test_a_signal_at_random(trials, straight, tmp_path, number):
+    "Wherever it comes, also twice; before the handlers are there it does what it does to any process."
+    chance, run = random.Random(number), tmp_path/'run'
+    sent = (TERM, INT, USR1)[number % 3]
+    life = trials.live(run, after=chance.uniform(.05, straight[0].seconds), signal=sent)
+    assert life.code in ((0,) if sent == USR1 else (0, 128 + sent, -sent)), life.err
+    goes_on(trials, straight, run, f'{sent.name} at random')
+
+
+def test_a_forked_process_dies_of_the_signal_and_the_run_does_not_hear_of_it():
+    with StopSignals(60) as stop:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(TERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+    assert stop.asked is None
+
+
+def test_what_swallows_the_end_is_told_again():
+    "Code that catches everything, as callbacks do, holds it up by a second."
+    began, swallowed = time.monotonic(), 0
+    with pytest.raises(Stopped), StopSignals(.1):
+        os.kill(os.getpid(), TERM)
+        while not swallowed:
+            try: time.sleep(60)
+            except BaseException: swallowed += 1
+        time.sleep(60)
+    assert time.monotonic() - began < 30
+
+
+# --- two ranks
+
+def two_ranks(trials, run, sections=(), when='', number=None) -> list:
+    "(exit code, lines, stderr) of both; the second rank alone is sent a signal when it has said something."
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    raw = faults.config(trials.folder, run, sections)
+    raw['trainer'] |= dict(world_size=2, prompts_per_update=2)
+    raw['evaluation'] |= dict(max_prompts=2)
+    (trials.folder/'two.yaml').write_text(json.dumps(raw))
+    common = os.environ | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1',
+                               PYTHONPATH=str(Path(__file__).parent.parent), PYTHONUNBUFFERED='1')
+    both = [subprocess.Popen([sys.executable, '-m', 'mmgrpo.cli', '--config', str(trials.folder/'two.yaml')], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, env=common | dict(RANK=str(rank), LOCAL_RANK=str(rank))) for rank in (0, 1)]
+    said = ''
+    while number and when not in said and (line := both[1].stdout.readline()): said += line
+    if number: both[1].send_signal(number)
+    try: found = [process.communicate(timeout=faults.HANG_S) for process in both]
+    finally:
+        for process in both: process.kill()     # nothing, if it has ended
+    return [(process.returncode, (said * rank + out).splitlines(), err) for rank, (process, (out, err)) in enumerate(zip(both, found))]
+
+
+@pytest.mark.skipif(not TORTURE, reason='nightly')
+def test_a_signal_to_one_rank_stops_both_at_the_same_update(trials, tmp_path):
+    straight, run = tmp_path/'straight'/'run', tmp_path/'run'
+    for code, _, err in two_ranks(trials, straight): assert code == 0, err
+    for when in ('CHECKPOINT_COMPLETE step=0', 'CHECKPOINT_COMPLETE step=2'):
+        ended = two_ranks(trials, run, when=when, number=TERM)
+        assert [code for code, _, _ in ended] == [143, 143], ended
+        assert len({lines[-1] for _, lines, _ in ended}) == 1 and ended[0][1][-1] == f'RL_PAUSED step={saved(run)}'
+    for code, _, err in two_ranks(trials, run): assert code == 0, err
+    assert outcome(run) == outcome(straight)
+
+
+>>>>>>> process
 if __name__ == '__main__': serve(Path(sys.argv[1]))
