@@ -345,10 +345,11 @@ def _open(
             lock.close()
             return kind(path, True, True)
         check_writable(path, disk)
-        for folder in (path.parent, path): sync_directory(folder, disk)
+        for folder in (path.parent, path):
+            with naming(folder, 'sync'): sync_directory(folder, disk)
         resumed = not claim_run_directory(path, cfg, disk)
         check_writable(make_directory(path/'checkpoints', disk), disk)
-        sync_directory(path/'checkpoints', disk)
+        with naming(path/'checkpoints', 'sync'): sync_directory(path/'checkpoints', disk)
         for folder in (path, *sorted(filter(Path.is_dir, path.iterdir()))):
             if not folder.name.startswith(TEMP_PREFIX): sweep_temps(folder, disk)
         record_config(path, cfg, disk)
