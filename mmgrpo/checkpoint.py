@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from .record import LOG
 from .settings import InputError
-from .storage import (DISK, Disk, json_bytes, parse_json, parse_tensors, publish_folder, read_file, read_folder,
-    remove_directory, tensor_bytes, unseal, write_file)
+from .storage import (DISK, MOST_LOG, Disk, json_bytes, parse_json, parse_tensors, publish_folder, read_file,
+    read_folder, remove_directory, tensor_bytes, unseal, write_file)
 
 # %% ../nbs/20_checkpoint.ipynb #name
 MANIFEST, STATE = 'MANIFEST', 'state.json'
@@ -150,7 +150,8 @@ def find_checkpoint(
     if skipped:
         raise InputError(f'{skipped[0][1]} and there is no other checkpoint in {folder} that can be used: '
                          'put one back, or choose another run.name')
-    if (log := Path(run_dir)/LOG).exists() and b'\n' in read_file(log):
+    log = Path(run_dir)/LOG
+    if log.exists() and b'\n' in read_file(log, MOST_LOG):
         raise InputError(f'{folder} is empty, but {log} tells of updates: '
                          'put a checkpoint back, or choose another run.name')
     return Found(None)

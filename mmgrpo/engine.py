@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FIGURES', 'update_rules', 'make_optimizer', 'learning_rate_factor', 'make_scheduler', 'Learner', 'token_batches',
-           'Shares', 'reward_table', 'rollout_shares', 'MicroBatch', 'micro_batches', 'drawn_masks', 'modality_weights',
-           'weight_totals', 'by_modality', 'modality_terms', 'surprise', 'MicroResult', 'score', 'backward',
-           'reference_scores', 'kl_penalties', 'step', 'Snapshot', 'TokenRecord', 'token_records', 'UpdateResult',
-           'update_stats', 'Work', 'prepare', 'go_over', 'merged_gap', 'execute_actor_update']
+           'Shares', 'reward_table', 'rollout_shares', 'MicroBatch', 'micro_batches', 'drawn_masks', 'by_modality',
+           'modality_weights', 'weight_totals', 'drawing_entropy', 'modality_terms', 'surprise', 'MicroResult', 'score',
+           'backward', 'reference_scores', 'kl_penalties', 'step', 'Snapshot', 'TokenRecord', 'token_records',
+           'UpdateResult', 'update_stats', 'Work', 'prepare', 'go_over', 'merged_gap', 'execute_actor_update']
 
 # %% ../nbs/17_engine.ipynb #imports
 import math, warnings
@@ -183,6 +183,13 @@ def drawn_masks(
     return dict(text=tokens.text_mask, visual=tokens.visual_mask)
 
 
+def by_modality(
+    scored:TokenLogps,
+) -> dict[str,Tensor]: # 'text' -> (R,T), 'visual' -> (R,T,K); nats
+    "Log-probs of words, and of each bit of a visual token."
+    return dict(text=scored.logps, visual=scored.bitwise())
+
+
 def modality_weights(
     batch:MicroBatch, # of R rows
     rules:UpdateRules, # what a token weighs
@@ -210,11 +217,12 @@ def weight_totals(
     return {kind: sum(totals[kind] for totals in everyone) for kind in mine}
 
 # %% ../nbs/17_engine.ipynb #terms
-def by_modality(
+def drawing_entropy(
     scored:TokenLogps,
-) -> dict[str,Tensor]: # 'text' -> (R,T), 'visual' -> (R,T,K); nats
-    "Log-probs of words, and of each bit of a visual token."
-    return dict(text=scored.logps, visual=scored.bitwise())
+) -> Tensor: # (R,T) nats a bit; 0 where no visual token is
+    "Entropy of what each visual token was drawn from."
+    zeros = torch.zeros_like(scored.logps, requires_grad=False)
+    return zeros.masked_scatter(scored.visual_mask, bit_entropy(scored.bits).mean(-1))
 
 
 def modality_terms(
@@ -228,9 +236,9 @@ def modality_terms(
     own = by_modality(scored)
     old = {kind: x.detach() for kind, x in own.items()} if behavior is None else by_modality(behavior)
     other = dict.fromkeys(own) if ref is None else by_modality(ref)
-    with torch.set_grad_enabled(rules.visual.entropy_coef > 0): drawing = bit_entropy(own['visual']).mean(-1)
+    with torch.set_grad_enabled(rules.visual.entropy_coef > 0): drawing = drawing_entropy(scored)
     entropy, before = dict(text=scored.entropy, visual=drawing), None
-    if behavior is not None: before = dict(text=behavior.entropy, visual=bit_entropy(old['visual']).mean(-1))
+    if behavior is not None: before = dict(text=behavior.entropy, visual=drawing_entropy(behavior))
     weights, parts = modality_weights(batch, rules, before or entropy), dict(text=1, visual=scored.n_bits)
     said = {kind: A[:, None].expand(weights[kind].shape) for kind, A in batch.advantages.items()}
     return {kind: ObjectiveTerms(own[kind], old[kind], other[kind], said[kind], weights[kind], parts[kind],

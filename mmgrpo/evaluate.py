@@ -277,7 +277,8 @@ def group_metrics(
     found = dict(reward_mean=fmean(scored) if scored else None, reward_std=pstdev(scored) if scored else None,
                  valid_frac=mean('valid'), protocol_valid=sum(row['valid'] for row in rows), rollouts=len(rows),
                  tied_frac=tied_frac(rewards, ~rewards.isnan()), truncated_frac=mean('truncated'),
-                 tokens_mean=mean('tokens'), think_tokens_mean=mean('think'), right_bits=fmean(drawn) if drawn else None)
+                 tokens_mean=mean('tokens'), think_tokens_mean=mean('think'),
+                 right_bits=fmean(drawn) if drawn else None)
     found |= {f'answered_{x or "none"}': letters[x] for x in (*LETTERS, None)}
     found |= {f'reason_{x}': reasons[x] for x in REASONS}
     return {f'group/{key}': value for key, value in found.items()}

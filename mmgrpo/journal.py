@@ -40,18 +40,20 @@ from .storage import (Disk, atomic_write, finite_or_null, json_bytes, make_direc
 @dataclass(frozen=True)
 class TrainState:
     "Everything the loop must remember; saved whole, never edited in place."
-    attempted:int=0 # updates tried, which is also how many batches of puzzles were drawn
+    attempted:int=0 # updates tried
     successful:int=0 # of these, updates that moved the policy
     nonfinite:int=0 # of these, updates thrown away
     skipped:bool=False # whether the latest attempt was thrown away
+    drawn:int=0 # batches of puzzles drawn; more than attempted where tied groups were replaced
     first_rewards:tuple[float,...]=() # mean reward of the first attempts, at most 10
     last_rewards:tuple[float,...]=() # and of the latest, at most 10
 
-    def after(self, successful:bool, reward:float|None) -> 'TrainState':
+    def after(self, successful:bool, reward:float|None, batches:int=1) -> 'TrainState':
         "The state after one more attempt; one of which nothing was scored has no reward."
         rewards = () if reward is None else (reward,)
         return TrainState(self.attempted + 1, self.successful + successful, self.nonfinite + (not successful),
-                          not successful, (self.first_rewards + rewards)[:10], (self.last_rewards + rewards)[-10:])
+                          not successful, self.drawn + batches,
+                          (self.first_rewards + rewards)[:10], (self.last_rewards + rewards)[-10:])
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def attempt_record(
 ) -> dict: # one flat line; the same keys in every line
     "The log line of an attempt: counters, what the rollouts were, what the update did, what the clock said."
     counters = dict(attempted=state.attempted, successful=state.successful, nonfinite=state.nonfinite,
-                    query_update=state.attempted)
+                    query_update=state.drawn)
     policy = {f'policy/{key}': value for key, value in result.stats.items()}
     policy |= {'policy/loss': result.loss, 'policy/lr': result.lrs[0], 'policy/visual_head_lr': result.lrs[-1]}
     flags = dict(grad_norm=result.grad_norm, grad_clipped=result.clipped, zero_gradient=result.zero_gradient,
@@ -313,11 +315,14 @@ def keep_artifact(
     state:TrainState, # after the attempt
     groups:Sequence[Group], # of all ranks
     result:UpdateResult, # with the records of all ranks
+    n_batches:int=1, # drawn for it; the groups of some may have been replaced
+    rested:bool=False, # whether there was too little to learn from
 ) -> None:
     "Keep what an attempt was made of, for as long as the config says."
     run, cfg = journal.run, journal.parts.cfg
     reference = journal.parts.learner.reference.sha256
-    facts = dict(successful=state.successful, config=cfg.fingerprint(), reference=reference)
+    facts = dict(successful=state.successful, config=cfg.fingerprint(), reference=reference, n_batches=n_batches,
+                 rested=rested)
     save_update_artifact(run.path, state.attempted, groups, result, facts, run.disk)
     prune_artifacts(run.path, cfg.logging.keep_artifacts, state.attempted, run.disk)
 
@@ -344,7 +349,7 @@ def run_summary(
     splits = last['splits'] if len(found) > 1 else {}
     change = {split: compare(first['splits'][split], after) for split, after in splits.items()}
     return dict(
-        attempted=state.attempted, successful=state.successful, nonfinite=state.nonfinite, query_update=state.attempted,
+        attempted=state.attempted, successful=state.successful, nonfinite=state.nonfinite, query_update=state.drawn,
         adapter='adapter', reference='reference', validation_start=condensed(first) if found else {},
         validation_final=condensed(last) if found else {}, validation_change=change,
         reward_first10=mean(state.first_rewards), reward_last10=mean(state.last_rewards),

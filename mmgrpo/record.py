@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .config import Config, run_directory
 from .settings import InputError, config_differences
-from .storage import (DISK, TEMP_PREFIX, Disk, append_line, atomic_write, check_writable, create_file,
+from .storage import (DISK, MOST_LOG, TEMP_PREFIX, Disk, append_line, atomic_write, check_writable, create_file,
     finite_or_null, json_bytes, make_directory, naming, parse_json, publish_folder, read_file, read_folder, read_lines,
     sealed, sweep_temps, sync_directory, unseal)
 
@@ -231,19 +231,29 @@ def rewind_log(
     seal:Mapping|None=None, # of the lines up to there, from the checkpoint; None = not known
 ) -> list[dict]: # the lines kept
     "Drop what was logged after the checkpoint, and a torn last line; a log that was cut or changed is refused."
-    path = Path(path)
-    held = read_file(path) if path.exists() else b''
+    return _rewound(Path(path), attempted, disk, seal)[0]
+
+
+def _rewound(
+    path:Path, # as for `rewind_log`, and so on
+    attempted:int, # keep lines up to this update
+    disk:Disk, # the seam
+    seal:Mapping|None, # of those lines
+) -> tuple[list[dict],LogSeal]: # the lines kept; their seal, which is reckoned once
+    "Rewind a log and seal what is left."
+    held = read_file(path, MOST_LOG) if path.exists() else b''
     kept, size = _lines_up_to(path, held, attempted, seal)
     last = check_order(path, kept)
     if 0 < last < attempted and size < len(held) and b'\n' not in held[size:]:
         raise ValueError(f'{path} was cut after update {last}, the checkpoint is of {attempted}: '
                          'move newer checkpoints away to go on from there')
-    if seal is not None and (found := LogSeal(kept).value()) != seal:
+    found = LogSeal(kept)
+    if seal is not None and found.value() != seal:
         raise ValueError(f'{path} is not the log that the checkpoint of update {attempted} knows '
-                         f'({found["lines"]} lines up to there, {_counted(seal)} when it was saved): '
+                         f'({found.lines} lines up to there, {_counted(seal)} when it was saved): '
                          'put the log back, or move newer checkpoints away')
     if size < len(held): atomic_write(path, held[:size], disk)
-    return kept
+    return kept, found
 
 # %% ../nbs/19_record.ipynb #check-order
 def _lines_up_to(
@@ -335,10 +345,11 @@ def _open(
             lock.close()
             return kind(path, True, True)
         check_writable(path, disk)
-        for folder in (path.parent, path): sync_directory(folder, disk)
+        for folder in (path.parent, path):
+            with naming(folder, 'sync'): sync_directory(folder, disk)
         resumed = not claim_run_directory(path, cfg, disk)
         check_writable(make_directory(path/'checkpoints', disk), disk)
-        sync_directory(path/'checkpoints', disk)
+        with naming(path/'checkpoints', 'sync'): sync_directory(path/'checkpoints', disk)
         for folder in (path, *sorted(filter(Path.is_dir, path.iterdir()))):
             if not folder.name.startswith(TEMP_PREFIX): sweep_temps(folder, disk)
         record_config(path, cfg, disk)
@@ -364,8 +375,8 @@ def _rewind(
     seal:Mapping|None, # that the checkpoint holds; None for another run's and for one without
 ) -> list[dict]: # the lines kept
     "Drop log lines that the checkpoint does not know."
-    kept = rewind_log(_writable(run)/LOG, attempted, run.disk, seal)
-    run._last, run._seal = attempted, LogSeal(kept)
+    kept, run._seal = _rewound(_writable(run)/LOG, attempted, run.disk, seal)
+    run._last = attempted
     return kept
 
 

@@ -22,15 +22,14 @@ from .checkpoint import MANIFEST, Checkpoint, attempt_of, load_checkpoint, optim
 from .config import RLConfig, make_config
 from .core import Group, Prompt, Rollout, Verdict
 from .engine import TokenRecord, UpdateResult, execute_actor_update
-from .evaluate import rollout_rows, solution_bits
 from .journal import TrainState, attempt_record
 from .process import deterministic, make_context
 from .record import CONFIG, LOG
 from .settings import InputError, apply_overrides
-from .setup import (Parts, batch_metrics, build, environment, load_policy, open_cache, prepare_cache, provenance,
+from .setup import (Parts, build, environment, load_policy, open_cache, prepare_cache, provenance,
     run_reference, score_batch)
 from .storage import finite_or_null, json_bytes, parse_json, read_lines, unseal
-from .trainer import quiet, restore
+from .trainer import Batch, batch_figures, quiet, rested, restore
 
 # %% ../nbs/26_replay.ipynb #figure
 @dataclass(frozen=True)
@@ -232,10 +231,10 @@ def do_again(
     "Judge and update."
     groups, found = artifact.groups, judged(parts, artifact.groups, state.attempted)
     with_reference = any(record.ref_logps is not None for record in artifact.result.records)
-    result = execute_actor_update(parts.learner, groups, parts.rules, measure_kl=with_reference)
-    pictures = [solution_bits(parts.cache, parts.train[g.prompt.sample_id]) for g in groups]
-    metrics = batch_metrics(parts, rollout_rows(groups, pictures, parts.policy.n_bits))
-    after = state.after(result.successful, metrics['group/reward_mean'])
+    batch = Batch(list(groups), list(groups), artifact.facts['n_batches'], artifact.facts['rested'])
+    rules, metrics = rested(parts.rules) if batch.rested else parts.rules, batch_figures(parts, batch)
+    result = execute_actor_update(parts.learner, groups, rules, measure_kl=with_reference)
+    after = state.after(result.successful, metrics['group/reward_mean'], batch.n_batches)
     return Again(after, found, result, attempt_record(after, metrics, result, {}))
 
 # %% ../nbs/26_replay.ipynb #verdicts
@@ -293,7 +292,8 @@ def compare_line(
 ) -> Figure|None: # None: there is no such line
     "Compare an update with its line in the log, clocks aside."
     found = [held for held in read_lines(Path(run_dir)/LOG) if held['attempted'] == line['attempted']]
-    known = lambda held: {key: held[key] for key in held if key in line} # not the clocks
+    unkept = ('group/', 'reward/') if line['group/n_batches'] > 1 else () # of all that was drawn, kept or not
+    known = lambda held: {key: held[key] for key in held if key in line and not key.startswith(unkept)} # not the clocks
     plain = lambda held: dict(numbers(known(finite_or_null(held))))
     return compare_numbers('line of the log', plain(found[0]), plain(line)) if found else None
 

@@ -168,6 +168,7 @@ def logp_gap(
     scored:Sequence[TokenLogps], # the same, scored
 ) -> dict[str,Gap]: # 'text', a word; 'visual', a bit
     "How far scores are from what the sampler wrote down."
+    if not batches: return dict.fromkeys(('text', 'visual'), Gap(0., 0., 0., 0, None))      # a rank without rollouts
     gaps = {}
     for kind, parts in dict(text=1, visual=scored[0].n_bits).items():
         mask = lambda x: getattr(x, f'{kind}_mask')

@@ -142,8 +142,11 @@ def live(job:dict, policy, began) -> None:
 def surroundings(job) -> None:
     "What a process finds: umask, environment, the clock, the largest file."
     import resource
+
+    from mmgrpo.storage import DISK
     if job['umask'] is not None: os.umask(job['umask'])
     os.environ.update(job['environ'])
+    if job['blind']: object.__setattr__(DISK, 'statvfs', lambda path: os.statvfs('/'))     # as where others fill the disk meanwhile
     if job['clock']: time.time = lambda whole=time.time, off=job['clock']: whole() + off
     if job['largest']:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -312,7 +315,8 @@ class Trials:
         base.with_suffix('.yaml').write_text(json.dumps(config(self.folder, run, sections)))
         words = ['--config', str(base.with_suffix('.yaml'))] + (['--stop-after-updates', str(stop)] if stop else [])
         names = {key: str(base.with_suffix(f'.{key}')) for key in ('out', 'err', 'draws', 'count', 'trace')}
-        plain = dict(change=None, error=None, lasting=False, umask=None, cold=False, environ={}, clock=0, largest=None, poison=None, begin=0, strace=(), cpu=False)
+        plain = dict(change=None, error=None, lasting=False, umask=None, cold=False, environ={}, clock=0, largest=None, blind=False, poison=None,
+                     begin=0, strace=(), cpu=False)
         assert how.keys() <= plain.keys(), how
         sent = [(after, int(signal))] if after is not None else [(at, int(number)) for at, number in signals]
         return dict(words=words, run=str(run), signals=sent, call=dict(call)) | plain | how | names

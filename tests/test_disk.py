@@ -192,7 +192,7 @@ def test_disks_of_all_sizes(trials, straight, disk, part):
     outcomes = []
     for n in mine:
         place = disk(n)
-        life = trials.live(place/'run', straight.sections)
+        life = trials.live(place/'run', straight.sections, blind=True)
         follows(life, straight)
         if life.code: assert_told(life, place/'run', 'ENOSPC', n)
         if (place/'run'/'checkpoints').exists(): keeps(life, place/'run')
@@ -201,3 +201,13 @@ def test_disks_of_all_sizes(trials, straight, disk, part):
         goes_on(trials, straight, place/'run', 'full disk')
         shutil.rmtree(place/'run')
     assert set(outcomes) == {0, 1}, f'sizes {mine} must have been too small and large enough'
+
+
+@pytest.mark.goal('R10')
+def test_a_disk_without_room_for_two_checkpoints(trials, straight, disk):
+    "The run does not begin, with a line that says how much is missing; with more room it does."
+    place = disk(STEP)
+    life = trials.live(place/'run', straight.sections)
+    assert life.code == 1 and len(life.err.splitlines()) == 1 and f'{place}/run has' in life.err and not life.draws, life.err
+    resized(place, 64 << 20)
+    goes_on(trials, straight, place/'run', 'full disk')

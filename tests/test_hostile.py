@@ -362,8 +362,7 @@ def test_random_bytes_in_tensor_files(ledger, seed):
     ledger.fault('random bytes', n + 1)
 
 
-@pytest.mark.xfail(strict=True, reason='a lone surrogate in a line is refused without the name of the file')
-@pytest.mark.parametrize('seed', range(1, 4))
+@pytest.mark.parametrize('seed', range(4))
 def test_random_bytes_in_a_log(ledger, run, seed):
     "Behind the seal that a checkpoint keeps of it: the lines of the checkpoint, each once, or a refusal."
     chance, path = random.Random(seed), run/'train_log.jsonl'
@@ -376,7 +375,6 @@ def test_random_bytes_in_a_log(ledger, run, seed):
     ledger.fault('random bytes', n + 1)
 
 
-@pytest.mark.xfail(strict=True, reason='values of a wrong shape end in KeyError, TypeError or AttributeError')
 @pytest.mark.parametrize('seed', range(4))
 def test_other_values_behind_a_fitting_seal(ledger, run, tmp_path, seed):
     "As another version of the package, or somebody who knows the hash, would write them."

@@ -65,7 +65,6 @@ def test_a_burst_that_the_budget_does_not_cover(trials, tmp_path, number):
 
 
 @pytest.mark.goal('R7')
-@pytest.mark.xfail(strict=True, reason='its line does not name the reward yet')
 @pytest.mark.parametrize('value', ['nan', 'inf', '-inf'])
 def test_a_reward_that_is_no_number(trials, straight, tmp_path, value):
     "It is not taken for one: the run stops with a line that says so, and goes on once the scorer is mended."

@@ -306,3 +306,32 @@ def test_a_bonus_for_entropy_opens_a_sure_head():
         grad, = torch.autograd.grad(objective_loss(t, ModalityRule(entropy_coef=1.), 1.)[0], logits)
         logits = (logits - 3 * grad).detach().requires_grad_()
     assert logits.sigmoid().sub(.5).abs().max() < .05
+
+
+def test_a_loss_in_chunks_is_the_loss_of_all_logits():
+    "Liger-Kernel#1082: two rollouts of 29 words from 53, temperature 1.3, with a penalty, a bonus and weights for the sampler; loss and gradients of head and states."
+    from mmgrpo.policy import legal_table
+    from mmgrpo.score import Words, text_logps
+    def draw(name, *shape): return torch.from_numpy(stream('chunks', name).normal(size=shape)).float()
+    head, ids = draw('head', 53, 7), torch.from_numpy(stream('chunks', 'ids').integers(0, 40, 58))
+    hidden, table = draw('hidden', 58, 7), legal_table([range(53), range(40)], 53)
+    words = Words(ids, torch.arange(58) % 2, torch.full((58, 1), 1.3))
+    rule = ModalityRule(objective='soft_gate', kl_coef=.2, kl_estimator='unbiased', entropy_coef=.1, correction=Correction('truncate', cap=1.1))
+
+    def loss(logps, entropy):
+        logps, entropy = logps.view(2, 29), entropy.view(2, 29)
+        behavior = logps.detach() + .2 * draw('b', 2, 29)
+        t = ObjectiveTerms(logps, behavior, behavior + .1 * draw('r', 2, 29), draw('A', 2, 29), draw('m', 2, 29) > -1, 1, entropy, behavior + .3 * draw('s', 2, 29))
+        return objective_loss(t, rule, 50.)[0]
+
+    def naive(h, w):
+        logps = ((h @ w.T) / 1.3).masked_fill(~table[words.legal], -math.inf).log_softmax(-1)
+        return logps.gather(1, ids[:, None])[:, 0], torch.distributions.Categorical(logits=logps).entropy()
+
+    results = []
+    for size in (None, 1, 5, 64):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        value = loss(*(naive(h, w) if size is None else text_logps(lambda x: x @ w.T, h, words, table, size, with_entropy=True)))
+        results.append((value.detach(), *torch.autograd.grad(value, [h, w])))
+    for other in results[1:]:
+        for a, b in zip(results[0], other): assert torch.allclose(a, b, atol=1e-6, rtol=0)

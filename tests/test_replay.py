@@ -4,6 +4,8 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -39,6 +41,7 @@ def plain(value):
 # --- what is saved is what is loaded
 
 FLOATS = st.sampled_from([0., -0., 1., .1, -1e-30, 1e300, math.nan, math.inf, -math.inf]) | st.floats(width=32)
+REWARDS = FLOATS.filter(math.isfinite) | st.none()    # None: unscored
 BYTES = 3    # of a visual token
 
 
@@ -67,9 +70,10 @@ class Random:
 
     def verdict(self):
         parts = self.draw(st.dictionaries(st.text(max_size=3), FLOATS, max_size=2))
-        rewards = self.draw(st.dictionaries(st.text(max_size=3), FLOATS | st.none(), max_size=2))
+        rewards = self.draw(st.dictionaries(st.text(max_size=3), REWARDS, max_size=2))
+        problems = {name: 'timed out' for name, reward in rewards.items() if reward is None}
         letter = self.draw(st.sampled_from([None, 'A']))
-        return Verdict(self.draw(FLOATS), self.draw(st.booleans()), 'ok', parts, letter, rewards)
+        return Verdict(self.draw(REWARDS), self.draw(st.booleans()), 'ok', parts, letter, rewards, problems)
 
     def group(self, n):
         name, draw = f'puzzle-{n}', self.draw(st.sampled_from([n, f'{n}+1']))
@@ -87,7 +91,7 @@ class Random:
         records = tuple(self.record(g, r) for g in groups for r in g.rollouts if self.draw(st.booleans()))
         flags, numbers = [self.draw(st.booleans()) for _ in range(3)], [self.draw(FLOATS) for _ in range(4)]
         stats = {'text/loss': self.draw(FLOATS), 'text/ref_kl': None}
-        return UpdateResult(flags[0], flags[1], numbers[0], flags[2], numbers[1], tuple(numbers[2:]), stats, records)
+        return UpdateResult(flags[0], flags[1], numbers[0], flags[2], numbers[1], tuple(numbers[2:]), stats, records=records)
 
 
 @st.composite
@@ -192,6 +196,33 @@ def test_the_run_goes_on_while_it_is_replayed(root):
     assert replay(run, 3).agrees
     trained(cfg)
     assert replay(run, 4).agrees and replay(run, UPDATES).agrees
+
+
+@pytest.mark.parametrize('changes', [
+    dict(loss__inner_updates=3, loss__correction='truncate', visual__ratio_level='bit'),
+    dict(loss__kl_in='reward', loss__advantage_scope='batch', loss__baseline='leave_one_out', text__kl_coef=.1),
+    dict(loss__tied='drop', loss__truncated='drop', text__objective='reinforce', text__entropy_coef=.01, text__top_entropy_frac=.5),
+    dict(reward__parts=[dict(name='jigsaw_letter'), dict(name='picture_fidelity', weight=.5)])],
+    ids=['several steps', 'KL in the reward', 'some left out', 'two rewards'])
+def test_an_update_by_other_rules_is_found_again_to_the_bit(root, changes):
+    run = trained(configured(root, run__name='-'.join(changes), trainer__max_updates=2, **changes))
+    found = replay(run, 2)
+    assert found.agrees, str(found)
+
+
+@pytest.mark.slow
+def test_one_process_replays_what_two_did(root):
+    "The artifact holds the rollouts and the records of both; sums are in another order."
+    cfg = configured(root, run__name='two', trainer__world_size=2, trainer__max_updates=3)
+    (root/'two.yaml').write_text(json.dumps(cfg.as_dict()))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', '-m', 'mmgrpo.cli']
+    done = subprocess.run([*command, '--config', root/'two.yaml'], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = replay(run_directory(cfg), 3, tolerance=1e-3)
+    assert found.agrees and 'world_size was 2, is 1' in found.notes
+    assert [figure.equal for figure in found.updates[3]][0], 'verdicts'
+    artifact = json.loads((artifact_path(run_directory(cfg), 3)/'rollouts.json').read_bytes())
+    assert [len(group['rollouts']) for group in artifact] == [4, 4]
 
 
 # --- what differs is named

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import faults
 import pytest
-from faults import UPDATES, Trials, checkpoints, goes_on, undisturbed
+from faults import UPDATES, Trials, checkpoints, goes_on, outcome, undisturbed
+from ledger import TORTURE
 
-<<<<<<< HEAD
-pytestmark = pytest.mark.goal('R9')
-=======
 from mmgrpo.process import Stopped, StopSignals
 
->>>>>>> process
+pytestmark = pytest.mark.goal('R9')
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 PLACES = dict(       # where a child may send itself a signal: a function that is called there
     rollout='mmgrpo.rollout:draw_step', reward='mmgrpo.verifier:VisualJigsawABCDVerifier.__call__',
@@ -157,18 +155,6 @@ def test_stacks_are_shown_and_nothing_else_changes(trials, straight, tmp_path):
     goes_on(trials, straight, run, 'SIGUSR1')
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize('number', range(size(3, 300)))
-def test_a_signal_at_random(trials, straight, tmp_path, number):
-    "Wherever it comes, also twice; before the handlers are there it does what it does to any process."
-    chance, run = random.Random(number), tmp_path/'run'
-    sent = (TERM, INT, USR1)[number % 3]
-    life = trials.live(run, after=chance.uniform(.05, straight[0].seconds), signal=sent)
-    assert life.code in ((0,) if sent == USR1 else (0, 128 + sent, -sent)), life.err
-    goes_on(trials, straight, run, f'{sent.name} at random')
-
-
 def test_a_forked_process_dies_of_the_signal_and_the_run_does_not_hear_of_it():
     with StopSignals(60) as stop:
         child = os.fork()
@@ -200,7 +186,8 @@ def two_ranks(trials, run, sections=(), when='', number=None) -> list:
         port = free.getsockname()[1]
     raw = faults.config(trials.folder, run, sections)
     raw['trainer'] |= dict(world_size=2, prompts_per_update=2)
-    raw['evaluation'] |= dict(max_prompts=2)
+    raw['evaluation'] |= dict(max_prompts=2)       # one a rank
+    raw['data'] |= dict(n_valid=2, cache_root=None)
     (trials.folder/'two.yaml').write_text(json.dumps(raw))
     common = os.environ | dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1',
                                PYTHONPATH=str(Path(__file__).parent.parent), PYTHONUNBUFFERED='1')
@@ -227,5 +214,4 @@ def test_a_signal_to_one_rank_stops_both_at_the_same_update(trials, tmp_path):
     assert outcome(run) == outcome(straight)
 
 
->>>>>>> process
 if __name__ == '__main__': serve(Path(sys.argv[1]))

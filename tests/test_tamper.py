@@ -15,7 +15,7 @@ from faults import PAUSE, checkpoints, copied, files, follows, goes_on
 from ledger import TORTURE
 from tiny import made, train  # noqa: F401
 
-from mmgrpo.checkpoint import latest_checkpoint, load_checkpoint
+from mmgrpo.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint
 from mmgrpo.data import PackedTrajectoryCache
 from mmgrpo.record import COMPLETE, RunDirectory, check_finished, rewind_log
 from mmgrpo.storage import append_line, json_bytes, parse_json, publish_folder, read_folder, read_lines, write_file
@@ -276,6 +276,51 @@ def test_a_reference_of_another_run(made, tmp_path):
     fill = lambda temp: write_file(temp/'reference.safetensors', policy.read_bytes())
     publish_folder(run/'reference', fill, COMPLETE, dict(read_folder(run/'reference', COMPLETE)[0]), replace=True)
     with pytest.raises((ValueError, RuntimeError), match='reference'): train(made.config(run), stop_after_updates=1)
+
+
+# --- falling back, where the config says so
+
+def test_a_damaged_checkpoint_is_passed_over_where_that_is_asked_for(ledger, made, places):
+    "Whatever happened to the newest, the one before is loaded, and it is what was written; the damage is told."
+    run, chance = places[0], random.Random(0)
+    *_, older, last = checkpoints(run)
+    wanted = content(load_checkpoint(older))
+    for path in sorted(last.iterdir()):
+        data = path.read_bytes()
+        for at in chance.sample(range(len(data)), min(len(data), 400 if TORTURE else 12)):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+            found = find_checkpoint(run, 'fall_back')
+            assert content(load_checkpoint(found.path)) == wanted
+            assert [skipped.name for skipped, _ in found.skipped] == [last.name] and str(path) in found.skipped[0][1]
+            ledger.fault('tampered checkpoints')
+        path.write_bytes(data)
+    assert find_checkpoint(run, 'fall_back').path == last
+
+
+def test_nothing_sound_is_left_to_fall_back_to(ledger, made, places, tmp_path):
+    "It is never a fresh start over a run that was there."
+    run = Path(shutil.copytree(places[0], tmp_path/'run'))
+    for folder in checkpoints(run):
+        (folder/'policy.safetensors').write_bytes(b'')
+        ledger.fault('tampered checkpoints')
+    before = files(run)
+    for damaged in ('refuse', 'fall_back'):
+        with pytest.raises(REFUSALS, match='policy.safetensors'): train(made.config(run, dict(checkpoint=dict(damaged=damaged))))
+    after = files(run)
+    assert {p.name for p in before.keys() | after.keys() if before.get(p) != after.get(p)} <= {'.run-lock'}
+
+
+def test_a_run_that_falls_back_ends_like_one_that_did_not(trials, straight, paused, tmp_path):
+    run = copied(paused, tmp_path)
+    *_, older, last = checkpoints(run)
+    path = last/'optimizer.safetensors'
+    path.write_bytes(path.read_bytes()[:-1])
+    life = trials.ended(run, dict(checkpoint=dict(damaged='fall_back')))
+    follows(life, straight)
+    assert life.start == load_checkpoint(older).state['attempted'] < PAUSE
+    assert any(last.name in line for line in [*life.lines, *life.err.splitlines()]), 'the damage is told'
+    assert (run/'adapter'/'adapter_model.safetensors').read_bytes() == (straight.run/'adapter'/'adapter_model.safetensors').read_bytes()
+    trials.ledger.fault('tampered start')
 
 
 # --- the command
