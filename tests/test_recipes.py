@@ -108,8 +108,17 @@ def test_each_reward_is_told_by_name(run):
     assert -1 <= run('dapo')[0]['reward/overlong/mean'] <= 0
 
 
+def test_tied_groups_are_replaced(run):
+    "The second batch of this seed has a tied group, as the recipes that do not replace it find."
+    assert run('grpo')[1]['policy/text/tied_frac'] > 0
+    log = run('dapo')
+    assert max(record['group/n_batches'] for record in log) > 1
+    assert [record['group/n_trained'] for record in log] == [2, 2]
+    assert all(min(record[f'policy/{kind}/tied_frac'] for kind in ('text', 'visual')) == 0 for record in log)
+
+
 def test_whom_a_reward_is_for_decides_what_it_moves(run):
-    "On one batch: the letter's part of the gradient of words is the same, that of the drawing is not."
+    "One batch, the same two rewards, three gradients."
     logs = {name: run(name)[0] for name in ('factorised', 'joint', 'gdpo')}
     assert len({log['group/tokens_mean'] for log in logs.values()}) == len({log['group/right_bits'] for log in logs.values()}) == 1
     assert len({log['grad_norm'] for log in logs.values()}) == 3
