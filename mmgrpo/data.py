@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .core import Prompt, stream
 from .settings import InputError
-from .storage import (DISK, Disk, filling, naming, publish_directory, remove_directory, sealed, sha256,
-    sweep_orphans, tensor_bytes, unseal, write_file)
+from .storage import (DISK, Disk, filling, naming, publish_directory, read_file, remove_directory, sealed,
+    sha256, sweep_orphans, tensor_bytes, unseal, write_file)
 from .verifier import check_gold
 
 # %% ../nbs/18_data.ipynb #row
@@ -165,7 +165,7 @@ def _read_manifest(
     "What `cache.json` says, if it is whole, of our format and made for this model."
     for name in (MANIFEST, TENSORS):
         if not (root/name).is_file(): raise FileNotFoundError(f'{root/name} is missing: run mmgrpo_prepare first')
-    facts = unseal((root/MANIFEST).read_bytes(), root/MANIFEST)
+    facts = unseal(read_file(root/MANIFEST), root/MANIFEST)
     if facts.get('format') != FORMAT:
         raise InputError(f'{root/MANIFEST} has format {facts.get("format")}, this version reads {FORMAT}: {AGAIN}')
     if expect_model not in (None, facts['model']):

@@ -34,7 +34,7 @@ from .evaluate import CONDITIONS, compare, picture_notes, picture_strip
 from .record import RunDirectory, read_sealed
 from .setup import Parts, on_terminal
 from .storage import (Disk, atomic_write, finite_or_null, json_bytes, make_directory,
-    naming, parse_json, write_all)
+    naming, parse_json, read_file, write_all)
 
 # %% ../nbs/24_journal.ipynb #state
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def add_pictures(
     path:Path, # a PNG; its notes lie beside it
 ) -> None:
     "A strip of drawings, with rewards and words below it."
-    at, notes = update_of(path), parse_json(path.with_suffix('.json').read_bytes(), path)
+    at, notes = update_of(path), parse_json(read_file(path.with_suffix('.json')), path)
     each = [f'- reward {number(r["reward"]):g}, {r["letter"] or r["reason"]}: `{r["text"]}`' for r in notes['rollouts']]
     said = text('drawings', '\n'.join([f'**{notes["sample_id"]}**, right is {notes["gold"]}', '', *each]))
     drawn = image('drawings', np.asarray(Image.open(path)), dataformats='HWC')
@@ -199,7 +199,7 @@ def kept_events(
 ) -> tuple[int,list[tuple[str,int]]]: # bytes up to there; what they are of
     "How much of an event file belongs to a run at this state."
     size, held = 0, []
-    for end, event in whole_events(path.read_bytes() if path.exists() else b''):
+    for end, event in whole_events(read_file(path, 1 << 36) if path.exists() else b''):
         kind = event.summary.value[0].tag.partition('/')[0] if event.summary.value else ''
         if event.step > state.attempted or (kind == 'validation' and event.step >= state.successful): break
         size, held = end, held + [(kind, event.step)] * bool(kind)

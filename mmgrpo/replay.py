@@ -28,7 +28,7 @@ from .record import CONFIG, LOG
 from .settings import InputError, apply_overrides
 from .setup import (Parts, build, environment, load_policy, open_cache, prepare_cache, provenance,
     run_reference, score_batch)
-from .storage import finite_or_null, json_bytes, parse_json, read_lines, unseal
+from .storage import finite_or_null, json_bytes, parse_json, read_file, read_lines, unseal
 from .trainer import Batch, batch_figures, quiet, rested, restore
 
 # %% ../nbs/26_replay.ipynb #figure
@@ -114,7 +114,7 @@ def replay_config(
     "The config of a run."
     run_dir = Path(run_dir)
     if not (path := run_dir/CONFIG).is_file(): raise InputError(f'{run_dir} is not a run: it has no {CONFIG}')
-    held = unseal(path.read_bytes(), path)['config']
+    held = unseal(read_file(path), path)['config']
     if 'rollout' not in held: raise InputError(f'{run_dir} is not a GRPO run: it has no updates to replay')
     for section, changed in dict(run=dict(output=str(run_dir.resolve().parent)), trainer=dict(world_size=1),
                                  checkpoint=dict(resume_mode='execution_change')).items(): held[section].update(changed)
@@ -180,7 +180,7 @@ def replay_parts(
     root = cfg.data.cache_root or prepare_cache(cfg, policy=policy)
     parts = build(cfg, context, policy, open_cache(cfg, policy, root), run_reference(policy, Path(run_dir)/'reference'))
     with parts.rewards: path, now = Path(run_dir)/'provenance.json', parse_json(json_bytes(provenance(parts)), 'origin')
-    held = unseal(path.read_bytes(), path)
+    held = unseal(read_file(path), path)
     different = [f'{key} was {held.get(key)!r}, is {now[key]!r}' for key in now if held.get(key) != now[key]]
     if different: raise InputError(f'{path} does not fit what is here: {"; ".join(different)}')
     return parts

@@ -148,7 +148,6 @@ def test_another_place_for_the_same_things(made, tmp_path):
     assert (run/'adapter'/'adapter_model.safetensors').read_bytes() == (made.done/'adapter'/'adapter_model.safetensors').read_bytes()
 
 
-@pytest.mark.xfail(strict=True, reason='the weights of the first start are not part of the provenance')
 def test_one_bit_of_the_initial_adapter(ledger, made, tmp_path):
     "What a run starts from is its reference."
     adapter, run = Path(shutil.copytree(made.done/'adapter', tmp_path/'adapter')), tmp_path/'run'
@@ -177,7 +176,6 @@ def test_a_reference_and_a_verifier_of_another_start(ledger, made, tmp_path):
     ledger.fault('changed fact', 2)
 
 
-@pytest.mark.xfail(strict=True, reason='the code and the versions of what it is computed with are not compared')
 @pytest.mark.parametrize('key', ['source', 'torch', 'transformers', 'python', 'threads'])
 def test_other_code_or_another_version(ledger, made, tmp_path, key):
     "Refused by name; with execution_change it is let in, and written down."

@@ -109,7 +109,7 @@ def bytes_to_change(name, data, most, chance) -> list:
 def forgeries(target, path, chance):
     "(what, its bytes, how to make it where that takes more than bytes)."
     data = path.read_bytes()
-    for at in bytes_to_change(path.name, data, 2000 if TORTURE else 130, chance):
+    for at in bytes_to_change(path.name, data, 2000 if TORTURE else 160, chance):
         yield f'bit of byte {at}', data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1:]
     for at in sorted({0, 1, len(data)//2, len(data) - 1, *range(0, len(data), 512 if TORTURE else 4096)}): yield f'cut at {at}', data[:at]
     for what, end in {'a line': b'\n', 'a zero': b'\0', 'itself': data, 'a page': bytes(4096)}.items(): yield f'longer by {what}', data + end
@@ -213,7 +213,6 @@ def test_what_is_no_file(ledger, made, places):
         replaced(ledger, target, where, kinds, harmless)
 
 
-@pytest.mark.xfail(strict=True, reason='read whole, whatever its size', raises=MemoryError)
 def test_a_huge_list(ledger, made, places):
     "A manifest or a claim of a terabyte is not read."
     for target, where, _ in sorts(made, places):
@@ -260,7 +259,6 @@ def test_a_whole_checkpoint_in_the_place_of_another(ledger, made, places):
     ledger.fault('tampered checkpoints', 6)
 
 
-@pytest.mark.xfail(strict=True, reason='a checkpoint does not say which config it is of')
 def test_a_checkpoint_of_a_run_with_another_config(made, tmp_path, monkeypatch):
     "It is whole, has the right name and the same reference; only the learning rate was another."
     run = made.copy('paused', tmp_path)
