@@ -171,3 +171,5 @@ def test_the_wheel_trains_from_another_folder(tmp_path):
     assert done.returncode == 0 and 'RL_TRAINING_COMPLETE' in done.stdout, done.stderr
     where = subprocess.run([venv / 'bin' / 'python', '-P', '-c', 'import mmgrpo; print(mmgrpo.__file__)'], env=environment, **quiet)
     assert str(site) in where.stdout
+    recipes = {path.name for path in (ROOT / 'configs' / 'recipes').glob('*.yaml')}
+    assert recipes and recipes == {path.name for path in (site / 'mmgrpo' / 'configs' / 'recipes').iterdir()}

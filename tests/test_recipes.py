@@ -66,6 +66,28 @@ def test_a_recipe_says_what_it_is_where_it_is_from_and_how_it_is_started(name):
     assert 'Beside quickstart.yaml' in head and max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize('name, wanted', {
+    'grpo': {'loss.advantage_scale': 'std', 'text.reduce': 'sequence', 'text.kl_coef': .04, 'text.kl_estimator': 'k3', 'loss.kl_in': 'loss'},
+    'dr_grpo': {'loss.advantage_scale': 'none', 'text.reduce': 'constant', 'visual.reduce': 'constant', 'visual.kl_coef': 0},
+    'dapo': {'text.clip_low': .2, 'text.clip_high': .28, 'text.reduce': 'token', 'text.kl_coef': 0, 'visual.kl_coef': 0, 'loss.tied': 'drop'},
+    'gspo': {'text.ratio_level': 'sequence', 'visual.ratio_level': 'sequence', 'text.reduce': 'sequence'},
+    'cispo': {'text.objective': 'clipped_weight', 'visual.objective': 'clipped_weight', 'text.reduce': 'token', 'text.clip_low': .999},
+    'sapo': {'text.objective': 'soft_gate', 'visual.objective': 'soft_gate', 'text.reduce': 'sequence'},
+    'gdpo': {'reward.combine': 'each'}, 'joint': {'reward.combine': 'sum'}}.items(), ids=str)
+def test_a_recipe_is_what_its_paper_is_about(name, wanted):
+    cfg = load_config(RECIPES[name]).as_dict()
+    assert {field: cfg[field.split('.')[0]][field.split('.')[1]] for field in wanted} == wanted
+
+
+def test_the_three_with_two_rewards_differ_in_one_field_each():
+    about = {name: load_config(RECIPES[name]).as_dict() | dict(run=None) for name in ('joint', 'gdpo', 'factorised')}
+    parts = {name: {part['name']: part.pop('on') for part in cfg['reward']['parts']} for name, cfg in about.items()}
+    assert parts['joint'] == parts['gdpo'] == dict(jigsaw_letter='joint', picture_fidelity='joint')
+    assert parts['factorised'] == dict(jigsaw_letter='text', picture_fidelity='visual')
+    assert about['factorised'] == about['joint'] and about['gdpo']['reward'].pop('combine') != about['joint']['reward'].pop('combine')
+    assert about['gdpo'] == about['joint']
+
+
 def test_recipes_differ_from_each_other():
     assert len({load_config(path).fingerprint() for path in RECIPES.values()}) == len(RECIPES)
 
