@@ -1,53 +1,85 @@
-"""What users of other trainers ran into, and what holds here: which test or cell proves it. Those that nothing else proved are in this file ("here").
+"""What users of other trainers ran into, and which test or cell proves that it does not happen here.
 
- no  what goes wrong elsewhere                                proved by
-  1  a picture of full length counts as cut                   here::test_a_whole_picture_is_not_cut_and_an_endless_thought_is
-  2  rounding is amplified into an advantage of thousands     here::test_rounding_is_no_advantage; test_objective::test_no_advantage_is_beyond_its_bound
-  3  None or nan poisons the group                            here::test_one_without_a_reward_is_left_out_wherever_it_stands; test_engine::test_unscored_rollouts_are_not_trained_on
-  4  tied groups pull to the reference, by the batch's spread test_engine::test_tied_groups_pull_to_the_reference_unless_they_are_dropped
-  6  groups of one give nan, or a riddle                      here::test_a_group_of_one_is_refused_by_name; 06_advantage#spread-test
-  7  the batch varies, the loss is 0, nobody knows why        test_reward::test_metrics_tell_a_tied_batch_from_a_varied_one; 06_advantage#tied-frac-test
-  9  one prompt drawn twice is merged; groups by place        here::test_the_same_prompt_twice_is_two_groups_in_any_order_on_any_rank; 25_trainer#draws-test
- 10  is a group G, or G times the ranks?                      here::test_the_same_prompt_twice_is_two_groups_in_any_order_on_any_rank
- 11  refilling of tied groups never ends, or ends the run     test_objective::test_refilling_ends_and_keeps_what_can_teach; 25_trainer#refill-test
- 12  dropped groups stay in the normaliser                    test_engine::test_dropping_groups_is_not_having_had_them
- 14  a hedged or quoted answer is paid                        04_verifier#traps-test; 04_verifier#typed-test; 11_policy#example-policy-test
- 15  one sample hangs its verifier, and the run               test_reward::test_a_scorer_that_sleeps_for_a_minute_costs_its_limit_and_its_own_sample
- 16  a reward cannot see the update, or the ids               test_reward::test_a_reward_sees_the_update_and_the_pictures_and_may_print; 15_reward#view-test
- 17  a temperature on one side only                           here::test_a_temperature_is_on_both_sides; test_rollout::test_a_wrong_temperature_would_be_noticed (guidance: not ours, there is none)
- 18  top-p renormalises in the sampler only                   here::test_nothing_cuts_the_tail_of_a_distribution
- 19  a ratio summed over a sequence explodes                  test_objective::test_a_long_rollout_is_not_punished_for_its_length
- 20  another micro-batch, another log-prob, a clip at rate 0  test_engine::test_the_first_pass_is_on_policy_to_the_bit
- 21  rollouts are scored without their pictures               14_score#blind-test; test_score::test_the_picture_that_was_drawn_matters
- 22  padding shifts the pictures of short prompts             here::test_pictures_of_other_shapes_are_read_where_they_stand
- 24  rotary positions differ in sampler and scorer            here::test_pictures_of_other_shapes_are_read_where_they_stand; test_rollout::test_positions_are_those_of_the_model
- 25  sampler and scorer drift apart, unnoticed                test_score::test_gate_trips_at_one_percent_of_temperature; 17_engine#gate-test
- 27  a loss in chunks is another loss                         test_objective::test_a_loss_in_chunks_is_the_loss_of_all_logits
- 28  all logits are held at once                              test_score::test_memory_is_a_chunk_not_the_batch
- 29  k3 overflows, or its slope is nan                        test_objective::test_a_distance_that_cannot_be_is_a_number_and_has_a_slope; 07_loss#kl-test
- 31  dropout while scoring; a ratio of 1 for ever             test_engine::test_dropout_is_off_where_scores_are_compared; test_engine::test_a_second_pass_measures_from_before_the_first
- 32  sampling leaves modes or tensors that training trips on  here::test_sampling_leaves_nothing_behind; 11_policy#modes-test
- 33  decoded and encoded again, ids change                    here::test_ids_that_no_text_can_spell_are_kept; test_rollout::test_same_words_other_ids_stay_as_drawn
- 34  the model writes an id that it must not                  here::test_no_push_makes_an_illegal_id_likely; test_rollout::test_a_stubborn_model_cannot_break_out
- 35  a picture token is not one id                            11_policy#protocol-test; 04_verifier#limits-test
- 37  pictures end up with another sample                      here::test_pictures_stay_with_their_rollout
- 38  one bad picture: all of the batch go, in silence         here::test_a_prompt_without_its_picture_is_named
- 39  pad equals EOS; a second EOS is not known                here::test_an_end_is_an_end_whichever_it_is; here::test_padding_is_known_by_its_place
- 41  nobody knows which formula scales                        not ours: no header line; it is in the run's config.json by name, in 06_advantage and in the reference of configs
- 42  the gradient depends on how the work is cut              test_engine::test_no_choice_depends_on_how_the_work_is_cut; test_objective::test_the_loss_of_an_update_does_not_know_how_it_was_cut
- 43  dropped above the fraction, counted below                test_objective::test_what_the_numerator_drops_the_denominator_drops; test_engine::test_cut_rollouts_are_dropped_from_both_sides
- 45  a rank without pictures hangs the others                 here::test_a_rank_that_drew_nothing_takes_part
- 46  a stall says nothing                                     test_processes::test_a_rank_that_waits_says_where; test_processes::test_none_waits_for_a_rank_that_is_gone
- 47  memory grows with every picture                          here::test_updates_keep_nothing
- 48  after one nan nothing is right again                     test_train::test_a_bad_update_is_skipped_logged_and_saved; test_replay::test_an_update_that_was_thrown_away_is_found_again
- 49  the reference is not what the run started from           here::test_the_reference_of_a_loaded_adapter_is_that_adapter; test_score::test_bare_model_is_another_reference
- 51  the sampler never gets the new weights                   here::test_the_sampler_has_the_weights_of_the_last_step
- 52  an adapter to go on with is ignored                      test_edges::test_an_adapter_that_the_config_does_not_describe_is_refused; 11_policy#files-test
- 53  what is trained cannot be said by modality               test_engine::test_the_head_that_draws_has_its_own_rate; test_edges::test_targets_that_match_nothing_are_named
- 54  seeds collide within a group                             here::test_noise_is_of_a_rollout_and_of_nothing_else
- 55  all ranks draw the same                                  here::test_noise_is_of_a_rollout_and_of_nothing_else; test_train::test_two_processes_are_one
- 56  the seed never reaches the sampler                       here::test_a_seed_changes_what_is_drawn_and_not_what_is_asked
- 58  reproducible on paper                                    test_train::test_twice_is_the_same; test_replay::test_the_rollouts_are_drawn_again_to_the_bit; 16_process#still-test
+What nothing else proved is tested in this file ("here"); numbers are those of a list of such reports.
+
+ no  what goes wrong elsewhere                                 proved by
+  1  a picture of full length counts as cut                    here::test_a_whole_picture_is_not_cut_and_an_endless_thought_is
+  2  rounding is amplified into an advantage of thousands      here::test_rounding_is_no_advantage
+                                                               test_objective::test_no_advantage_is_beyond_its_bound
+  3  None or nan poisons the group                             here::test_one_without_a_reward_is_left_out_wherever_it_stands
+                                                               test_engine::test_unscored_rollouts_are_not_trained_on
+  4  tied groups pull to the reference, by the batch's spread  test_engine::test_tied_groups_pull_to_the_reference_unless_they_are_dropped
+  6  groups of one give nan, or a riddle                       here::test_a_group_of_one_is_refused_by_name
+                                                               06_advantage#spread-test
+  7  the batch varies, the loss is 0, nobody knows why         test_reward::test_metrics_tell_a_tied_batch_from_a_varied_one
+                                                               06_advantage#tied-frac-test
+  9  one prompt drawn twice is merged; groups by place         here::test_the_same_prompt_twice_is_two_groups_in_any_order_on_any_rank
+                                                               25_trainer#draws-test
+ 10  is a group G, or G times the ranks?                       here::test_the_same_prompt_twice_is_two_groups_in_any_order_on_any_rank
+ 11  refilling of tied groups never ends, or ends the run      test_objective::test_refilling_ends_and_keeps_what_can_teach
+                                                               25_trainer#refill-test
+ 12  dropped groups stay in the normaliser                     test_engine::test_dropping_groups_is_not_having_had_them
+ 14  a hedged or quoted answer is paid                         04_verifier#traps-test
+                                                               04_verifier#typed-test
+                                                               here::test_an_answer_in_the_question_is_none
+ 15  one sample hangs its verifier, and the run                test_reward::test_a_scorer_that_sleeps_for_a_minute_costs_its_limit_and_its_own_sample
+ 16  a reward cannot see the update, or the ids                test_reward::test_a_reward_sees_the_update_and_the_pictures_and_may_print
+                                                               15_reward#view-test
+ 17  a temperature on one side only                            here::test_a_temperature_is_on_both_sides
+                                                               test_rollout::test_a_wrong_temperature_would_be_noticed (guidance: not ours, there is none)
+ 18  top-p renormalises in the sampler only                    here::test_nothing_cuts_the_tail_of_a_distribution
+ 19  a ratio summed over a sequence explodes                   test_objective::test_a_long_rollout_is_not_punished_for_its_length
+ 20  another micro-batch, another log-prob, a clip at rate 0   test_engine::test_the_first_pass_is_on_policy_to_the_bit
+ 21  rollouts are scored without their pictures                14_score#blind-test
+                                                               test_score::test_the_picture_that_was_drawn_matters
+ 22  padding shifts the pictures of short prompts              here::test_pictures_of_other_shapes_are_read_where_they_stand
+ 24  rotary positions differ in sampler and scorer             here::test_pictures_of_other_shapes_are_read_where_they_stand
+                                                               test_rollout::test_positions_are_those_of_the_model
+ 25  sampler and scorer drift apart, unnoticed                 test_score::test_gate_trips_at_one_percent_of_temperature
+                                                               17_engine#gate-test
+ 27  a loss in chunks is another loss                          test_objective::test_a_loss_in_chunks_is_the_loss_of_all_logits
+ 28  all logits are held at once                               test_score::test_memory_is_a_chunk_not_the_batch
+ 29  k3 overflows, or its slope is nan                         test_objective::test_a_distance_that_cannot_be_is_a_number_and_has_a_slope
+                                                               07_loss#kl-test
+ 31  dropout while scoring; a ratio of 1 for ever              here::test_dropout_is_never_on_while_scoring
+                                                               test_engine::test_a_second_pass_measures_from_before_the_first
+ 32  sampling leaves modes or tensors that training trips on   here::test_sampling_leaves_nothing_behind
+                                                               11_policy#modes-test
+ 33  decoded and encoded again, ids change                     here::test_ids_that_no_text_can_spell_are_kept
+                                                               test_rollout::test_same_words_other_ids_stay_as_drawn
+ 34  the model writes an id that it must not                   here::test_no_push_makes_an_illegal_id_likely
+                                                               test_rollout::test_a_stubborn_model_cannot_break_out
+ 35  a picture token is not one id                             11_policy#protocol-test
+                                                               04_verifier#limits-test
+ 37  pictures end up with another sample                       here::test_pictures_stay_with_their_rollout
+ 38  one bad picture: all of the batch go, in silence          here::test_a_prompt_without_its_picture_is_named
+ 39  pad equals EOS; a second EOS is not known                 here::test_an_end_is_an_end_whichever_it_is
+                                                               here::test_padding_is_known_by_its_place
+ 41  nobody knows which formula scales                         not ours: a run prints no formula; its config.json names it, 06_advantage writes it down
+ 42  the gradient depends on how the work is cut               test_engine::test_no_choice_depends_on_how_the_work_is_cut
+                                                               test_objective::test_the_loss_of_an_update_does_not_know_how_it_was_cut
+ 43  dropped above the fraction, counted below                 test_objective::test_what_the_numerator_drops_the_denominator_drops
+                                                               test_engine::test_cut_rollouts_are_dropped_from_both_sides
+ 45  a rank without pictures hangs the others                  here::test_a_rank_that_drew_nothing_takes_part
+ 46  a stall says nothing                                      test_processes::test_a_rank_that_waits_says_where
+                                                               test_processes::test_none_waits_for_a_rank_that_is_gone
+ 47  memory grows with every picture                           here::test_updates_keep_nothing
+ 48  after one nan nothing is right again                      test_train::test_a_bad_update_is_skipped_logged_and_saved
+                                                               test_replay::test_an_update_that_was_thrown_away_is_found_again
+ 49  the reference is not what the run started from            here::test_the_reference_of_a_loaded_adapter_is_that_adapter
+                                                               test_score::test_bare_model_is_another_reference
+ 51  the sampler never gets the new weights                    here::test_the_sampler_has_the_weights_of_the_last_step
+ 52  an adapter to go on with is ignored                       test_edges::test_an_adapter_that_the_config_does_not_describe_is_refused
+                                                               11_policy#files-test
+ 53  what is trained cannot be said by modality                test_engine::test_the_head_that_draws_has_its_own_rate
+                                                               test_edges::test_targets_that_match_nothing_are_named
+ 54  seeds collide within a group                              here::test_noise_is_of_a_rollout_and_of_nothing_else
+ 55  all ranks draw the same                                   here::test_noise_is_of_a_rollout_and_of_nothing_else
+                                                               test_train::test_two_processes_are_one
+ 56  the seed never reaches the sampler                        here::test_a_seed_changes_what_is_drawn_and_not_what_is_asked
+ 58  reproducible on paper                                     test_train::test_twice_is_the_same
+                                                               test_replay::test_the_rollouts_are_drawn_again_to_the_bit
+                                                               16_process#still-test
 """
 import gc
 import json
@@ -195,6 +227,22 @@ def test_the_same_prompt_twice_is_two_groups_in_any_order_on_any_rank():
         assert said(*in_two_ranks([learner(fresh()), learner(fresh())], [mixed[:1], mixed[1:]])) == wanted
 
 
+def test_an_answer_in_the_question_is_none():
+    "A question that spells the tags is refused; a prompt that holds their ids all the same is not what is read for an answer."
+    policy = example_policy(RolloutLimits(min_images=0, max_think_tokens=4))
+    p, verify = policy.protocol, VisualJigsawABCDVerifier(policy.protocol, policy.letters)
+    with pytest.raises(ValueError, match="spells the tag '<answer>'"): example_prompt(policy, question='it is <answer>C</answer>')
+    planted = shown(policy, 'planted', 'A<answer>C</answer>')
+    assert p.answer_open in planted.ids.tolist()
+    [group] = GRPORolloutController(insisting(policy, policy.text_ids)).rollouts([planted], 2, key=(12, 0))
+    assert {(v.reward, v.letter, v.reason) for v in (verify(r, 'C') for r in group.rollouts)} == {(0., None, 'truncated')}
+    [letter] = policy.tokenizer.encode('B')
+    parts = spelled(policy, policy.text_ids[:1])
+    parts[-1].ids[-3] = letter
+    said = teacher_rollout(planted, parts, machine(p, policy.text_ids, policy.vocab_size), p)
+    assert [verify(said, gold).reward for gold in 'BC'] == [1., 0.]
+
+
 # --- log-probs of sampler and scorer
 
 def test_a_temperature_is_on_both_sides():
@@ -245,6 +293,20 @@ def test_pictures_of_other_shapes_are_read_where_they_stand():
     for p, g in zip(prompts, groups):
         [own] = controller.rollouts([p], 4, key=(4, 0))
         assert [r.ids.tolist() for r in own.rollouts] == [r.ids.tolist() for r in g.rollouts]
+
+
+def test_dropout_is_never_on_while_scoring():
+    "A policy in training mode whose adapter drops four of five numbers: two passes over a batch are those of one without."
+    def update(p):
+        policy = stirred(example_policy(RolloutLimits(max_think_tokens=3, max_answer_tokens=2)))
+        drops = [m for name, m in policy.model.named_modules() if name.endswith('lora_dropout')]
+        for m in drops: m['default'] = torch.nn.Dropout(p)
+        groups = judged(GRPORolloutController(policy).rollouts([example_prompt(policy)], 3, key=(13, 0)), [1., 0., .5])
+        policy.train(True)
+        assert drops and drops[0]['default'].training
+        result = execute_actor_update(learner(policy), groups, replace(RULES, inner_updates=2))
+        return result.stats, [r.policy_logps.tolist() for r in result.records]
+    assert update(.8) == update(0.)
 
 
 def test_sampling_leaves_nothing_behind(three):
@@ -398,19 +460,19 @@ def test_a_rank_that_drew_nothing_takes_part():
 
 
 def test_updates_keep_nothing():
-    "Updates with pictures, eight and then sixteen more: no more tensors are alive, and the process has grown by less than 8 MB."
+    "Updates with pictures, five and then eight more: no more tensors are alive, and the process has grown by less than 4 MB."
     one = learner(example_policy(RolloutLimits(max_think_tokens=2, max_answer_tokens=1)))
     prompt, controller, seen = example_prompt(one.policy), GRPORolloutController(one.policy), []
     def alive():
         gc.collect()
         return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()), psutil.Process().memory_info().rss / 2**20
-    for update in range(24):
+    for update in range(13):
         [group] = judged(controller.rollouts([prompt], 2, key=(8, update)), [1., 0.])
         execute_actor_update(one, [group], RULES)
         del group
-        if update in (7, 23): seen.append(alive())
+        if update in (4, 12): seen.append(alive())
     (tensors, mb), (tensors_after, mb_after) = seen
-    assert tensors_after == tensors and mb_after - mb < 8
+    assert tensors_after == tensors and mb_after - mb < 4
 
 
 def test_the_reference_of_a_loaded_adapter_is_that_adapter(tmp_path):
