@@ -221,10 +221,8 @@ def test_the_same_prompt_twice_is_two_groups_in_any_order_on_any_rank():
     def said(*results): return {(r.group_id, r.index): round(float(r.advantages[0]), 5) for result in results for r in result.records}
     a, b, c = (g.group_id for g in groups)
     wanted = {(a, 0): -.3, (a, 1): .3, (b, 0): 0., (b, 1): 0., (c, 0): .1, (c, 1): -.1}
-    for order in ((0, 1, 2), (2, 0, 1)):
-        mixed = [groups[i] for i in order]
-        assert said(execute_actor_update(learner(fresh()), mixed, RULES)) == wanted
-        assert said(*in_two_ranks([learner(fresh()), learner(fresh())], [mixed[:1], mixed[1:]])) == wanted
+    for order in ((0, 1, 2), (2, 0, 1)): assert said(execute_actor_update(learner(fresh()), [groups[i] for i in order], RULES)) == wanted
+    assert said(*in_two_ranks([learner(fresh()), learner(fresh())], [groups[2:], groups[1::-1]])) == wanted
 
 
 def test_an_answer_in_the_question_is_none():
