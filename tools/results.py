@@ -13,13 +13,19 @@ ROOT = Path(__file__).parents[1]
 SUMMARIES, PAGE = ROOT / 'docs' / 'results', ROOT / 'docs' / 'results.md'
 
 def collect(run:Path) -> None:
-    "Keep what a run reports of itself, under the name of its seed."
+    "Keep what a run reports of itself, under what it was and its seed."
     summary, config = (json.loads((run / name).read_text()) for name in ('summary.json', 'config.json'))
     config = config.get('config', config)
     seed, config = config['run']['seed'], {k: v for k, v in config.items() if k != 'run'}     # not where it lay
+    routes = {part['on'] for part in config['reward']['parts']}
+    kind = 'seed' if not routes else 'joint' if routes == {'joint'} else 'factorised'
     kept = dict(seed=seed, config=config, summary={k: v for k, v in summary.items() if k != 'timing'})
     SUMMARIES.mkdir(exist_ok=True)
-    (SUMMARIES / f'seed-{seed}.json').write_text(json.dumps(kept, indent=1, sort_keys=True) + '\n')
+    (SUMMARIES / f'{kind}-{seed}.json').write_text(json.dumps(kept, indent=1, sort_keys=True) + '\n')
+
+def trained(section:dict) -> dict:
+    "A section but for what changes no figure on the page: whether a drawing was also swapped and blanked."
+    return {key: value for key, value in section.items() if key != 'ablations'}
 
 def percent(found:dict) -> str:
     "An accuracy with its 95 % interval."
@@ -52,7 +58,27 @@ def looking(runs:list[dict]) -> str:
                     [f"{after['greedy']['right_bits']:.1%}"])
     return table(['seed', 'its own drawing', 'blank', "another puzzle's", 'the right picture', 'right bits of its own'], rows)
 
-def page(runs:list[dict]) -> str:
+def figures(run:dict) -> dict:
+    "What is compared between two ways to reward."
+    [split] = run['summary']['validation_final']
+    after, change = run['summary']['validation_final'][split], run['summary']['validation_change'][split]
+    return dict(sampled=after['sampled']['accuracy'], gain=change['sampled/gain'], greedy=after['greedy']['accuracy'], bits=after['sampled']['right_bits'])
+
+def routing(joint:list[dict], factorised:list[dict]) -> str:
+    "Two rewards for all tokens, or each for the tokens that it is about."
+    both = [(run['seed'], kind, run) for pair in zip(joint, factorised) for kind, run in zip(('joint', 'factorised'), pair)]
+    rows = []
+    for seed, kind, run in both:
+        [after], found = run['summary']['validation_final'].values(), figures(run)
+        rows.append([str(seed), kind, percent(after['sampled']), f"{100 * found['gain']:+.1f}", percent(after['greedy']), f"{found['bits']:.1%}"])
+    apart = {key: [figures(f)[key] - figures(j)[key] for j, f in zip(joint, factorised)] for key in ('sampled', 'greedy', 'bits')}
+    said = ', '.join(f"{100 * fmean(apart[key]):+.1f} ({' '.join(f'{100 * x:+.1f}' for x in apart[key])}) points of {name}" for key, name in
+                     dict(sampled='sampled accuracy', greedy='greedy accuracy', bits='right bits in sampled drawings').items())
+    return table(['seed', 'rewards', 'sampled, after', 'gain, points', 'greedy, after', 'right bits, sampled'], rows) + f'''
+
+Factorised less joint, mean of {len(joint)} seeds (each seed): {said}.'''
+
+def page(runs:list[dict], joint:list[dict], factorised:list[dict]) -> str:
     "The whole page."
     [after] = runs[0]['summary']['validation_final'].values()
     n, k = after['sampled']['n_puzzles'], runs[0]['config']['evaluation']['rollouts_per_prompt']
@@ -83,6 +109,13 @@ another answer, or by the right one.
 
 {looking(runs)}
 
+## Factorised or joint rewards?
+
+`configs/recipes/joint.yaml` and `factorised.yaml` reward the letter and the likeness of the drawing to the right picture; in the first both move all tokens, in the
+second the letter moves the words and the likeness the drawing (arXiv 2606.14792 reports +11 % for that, on another model and task). Otherwise they are the quickstart.
+
+{routing(joint, factorised)}
+
 ## The warm start
 
 `configs/quickstart_sft.yaml`, seed {recipe['config']['run']['seed']}, made the shipped model of {recipe['parameters']:,} weights. On
@@ -97,11 +130,13 @@ if __name__ == '__main__':
     parser.add_argument('--check', action='store_true')
     args = parser.parse_args()
     for run in args.collect: collect(run)
-    runs = [json.loads(p.read_text()) for p in sorted(SUMMARIES.glob('seed-*.json'))]
-    quickstart = load_config(ROOT / 'configs' / 'quickstart.yaml').as_dict()
-    for run in runs:
-        if run['config'] != {k: v for k, v in quickstart.items() if k != 'run'}:
-            sys.exit(f"docs/results: seed {run['seed']} is a run of another config than configs/quickstart.yaml")
-    text = page(runs)
+    kinds = dict(seed='quickstart.yaml', joint='recipes/joint.yaml', factorised='recipes/factorised.yaml')
+    runs = {kind: [json.loads(p.read_text()) for p in sorted(SUMMARIES.glob(f'{kind}-*.json'))] for kind in kinds}
+    for kind, file in kinds.items():
+        wanted = load_config(ROOT / 'configs' / file).as_dict()
+        for run in runs[kind]:
+            unlike = {key for key in wanted if key != 'run' and trained(run['config'][key]) != trained(wanted[key])}
+            if unlike: sys.exit(f"docs/results: {kind} {run['seed']} is a run of another config than configs/{file}: {', '.join(sorted(unlike))}")
+    text = page(runs['seed'], runs['joint'], runs['factorised'])
     if args.check: sys.exit(0 if text == PAGE.read_text() else f'{PAGE.name} is not what the summaries say; run tools/results.py')
     PAGE.write_text(text)
