@@ -340,9 +340,9 @@ def batch_figures(
     "How all that was drawn did, on all ranks, and how much of it there was."
     pictures = [solution_bits(parts.cache, parts.train[g.prompt.sample_id]) for g in batch.drawn]
     mine = rollout_rows(batch.drawn, pictures, parts.policy.n_bits), 0 if batch.rested else len(batch.groups)
-    everyone = parts.context.all_gather_object(mine)
-    found = batch_metrics(parts, [row for rows, _ in everyone for row in rows])
-    return found | {'group/n_batches': batch.n_batches, 'group/n_trained': sum(n for _, n in everyone)}
+    ranks = parts.context.all_gather_object(mine)
+    found = batch_metrics(parts, [row for rows, _ in ranks for row in rows])
+    return found | {'group/n_batches': batch.n_batches, 'group/n_trained': sum(n for _, n in ranks)}
 
 
 def everyone(

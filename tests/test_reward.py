@@ -179,7 +179,7 @@ def test_every_fault_is_told_and_counted_and_harms_nobody_else(scorers):
 
 
 def test_a_scorer_that_sleeps_for_a_minute_costs_its_limit_and_its_own_sample(scorers):
-    "cases.md 15, as written."
+    "One reward hangs on one rollout: only that one is unscored, and in time."
     with RewardRunner([mine('sleeps')], 1., 1) as runner:
         began = time.monotonic()
         found = said(runner)
@@ -229,7 +229,7 @@ def test_batched_and_async_rewards_are_called_at_once(scorers):
 
 
 def test_a_reward_sees_the_update_and_the_pictures_and_may_print(scorers, capfd):
-    "cases.md 16; pictures are drawn by the run when a worker asks for them."
+    "Pictures are drawn by the run when a worker asks for them."
     drawn = []
     def view(i, update):
         return make_view(i, update=update, draw=lambda: drawn.append(i) or (np.full((64, 64, 3), i, np.uint8),))
@@ -431,7 +431,7 @@ def test_a_value_is_finite_or_none():
 
 
 def test_a_rollout_is_compared_only_with_those_that_have_the_same_rewards():
-    "cases.md 3: [1, None, 0, None]; and the kinds beside it."
+    "[1, None, 0, None]; and the kinds beside it."
     def totals(*rows, weights=(1., 2.)): return group_totals([dict(a=a, b=b) for a, b in rows], dict(zip('ab', weights)))
     assert totals((1, None), (None, None), (0, None), (None, None)) == [1, None, 0, None]
     assert totals((None, None), (None, None)) == [None, None]
@@ -442,7 +442,7 @@ def test_a_rollout_is_compared_only_with_those_that_have_the_same_rewards():
 
 
 def test_metrics_tell_a_tied_batch_from_a_varied_one():
-    "cases.md 7: two groups [1,1],[0,0] vary across, not within; three groups, one of them varied."
+    "Two groups [1,1],[0,0] vary across, not within; three groups, one of them varied."
     def metrics(*values): return reward_metrics([dict(rewards=dict(a=v), problems={} if v is not None else dict(a='none')) for v in values], 2, dict(a=1.))
     assert metrics(1, 1, 0, 0)['reward/a/std_within_group'] == 0 and metrics(1, 1, 0, 0)['reward/a/mean'] == .5
     assert metrics(1, 1, 0, 0, 0, 1)['reward/a/std_within_group'] == pytest.approx(math.sqrt(.5) / 3)
