@@ -268,9 +268,10 @@ def test_workers_end_with_the_block_however_it_ends(scorers):
 
 
 RUN = '''
-import sys, numpy as np
+import signal, sys
 from mmgrpo.reward import Part, RewardRunner, RolloutView
 sys.path.insert(0, sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)       # a job in the background was told to ignore it
 views = [RolloutView('s', i, 0, 0, (), False, 'B', 1.0, True, 'ok') for i in range(8)]
 with RewardRunner([Part('deaf', 'scorers:deaf')], 60.0) as runner:
     print(*(w.process.pid for w in runner.pool.workers), flush=True)
