@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LEVELS', 'MAX_LOG_RATIO', 'REDUCTIONS', 'log_ratio', 'clipped_surrogate', 'clip_active', 'kl_k3', 'ModalityTerms',
-           'LossRule', 'grpo_loss', 'per_part', 'loss_stats', 'token_weights', 'weight_total', 'merge_stats']
+           'LossRule', 'grpo_loss', 'per_part', 'check_loss', 'loss_stats', 'token_weights', 'weight_total',
+           'merge_stats']
 
 # %% ../nbs/07_loss.ipynb #imports
 import math
@@ -121,7 +122,7 @@ def grpo_loss(
     normalizer:float, # Z: total mask weight of the whole update, all micro-batches and ranks
 ) -> tuple[Tensor,dict[str,Tensor]]: # scalar with a graph; detached figures, see `loss_stats`
     "The clipped policy-gradient loss of one modality, with a penalty toward the reference."
-    _check_loss(terms, rule, normalizer)
+    check_loss(terms, rule, normalizer)
     policy, behavior, A = terms.blanked('policy_logps'), terms.blanked('behavior_logps'), terms.blanked('advantages')
     log_rho = log_ratio(policy, behavior, rule.ratio_level, terms.n_parts)
     A = A.unsqueeze(-1) if log_rho.ndim == 3 else A
@@ -141,7 +142,7 @@ def per_part(
     return x.mean(-1) if x.ndim == 3 else x / n_parts
 
 # %% ../nbs/07_loss.ipynb #check-loss
-def _check_loss(
+def check_loss(
     terms:ModalityTerms, # the tokens
     rule:LossRule, # as in `grpo_loss`
     normalizer:float, # as in `grpo_loss`

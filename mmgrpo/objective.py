@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .advantage import MODALITIES, AdvantageRule, RewardPart
-from .core import masked_sum, unpack_bits
-from .loss import (LEVELS, MAX_LOG_RATIO, REDUCTIONS, LossRule, ModalityTerms, clip_active, clipped_surrogate,
-    kl_k3, log_ratio, loss_stats, per_part)
+from .core import masked_mean, masked_sum, unpack_bits
+from .loss import (LEVELS, MAX_LOG_RATIO, REDUCTIONS, LossRule, ModalityTerms, check_loss, clip_active,
+    clipped_surrogate, kl_k3, log_ratio, loss_stats, per_part)
 
 # %% ../nbs/08_objective.ipynb #terms
 @dataclass(frozen=True, eq=False)
@@ -240,14 +240,10 @@ def objective_loss(
 # %% ../nbs/08_objective.ipynb #check-loss
 def _check_objective(terms:ObjectiveTerms, rule:ModalityRule, normalizer:float) -> None:
     "Refuses a loss that could not mean what it says."
-    needed = dict(ref_logps=rule.kl_coef, entropy=rule.entropy_coef, sampled_logps=rule.correction.kind != 'none')
+    check_loss(terms, rule, normalizer)
+    needed = dict(entropy=rule.entropy_coef, sampled_logps=rule.correction.kind != 'none')
     for name, is_needed in needed.items():
         if is_needed and getattr(terms, name) is None: raise ValueError(f'{rule}: there are no {name}')
-    if rule.ratio_level == 'bit' and terms.n_parts > 1 and terms.policy_logps.ndim == 2:
-        raise ValueError(f"ratio_level 'bit' needs a log-prob for each bit, (N,T,{terms.n_parts}); "
-                         f'got {tuple(terms.policy_logps.shape)}')
-    if not 0 <= normalizer < math.inf or (normalizer == 0 and bool((terms.mask != 0).any())):
-        raise ValueError(f'normalizer must be the total weight of the update; got {normalizer}')
 
 # %% ../nbs/08_objective.ipynb #stats
 @torch.no_grad()
@@ -260,7 +256,7 @@ def objective_stats(
 ) -> dict[str,Tensor]: # those of `loss_stats`; 'entropy' and 'correction...' where they are known
     "What the log says about one call of `objective_loss`."
     counts = terms.mask != 0
-    mean = lambda x: masked_sum(x, counts) / counts.sum().clamp(min=1)
+    mean = lambda x: masked_mean(x, counts)
     stats = loss_stats(terms, log_rho, limited)
     if terms.entropy is not None: stats['entropy'] = mean(terms.entropy)
     if weights is None: return stats
