@@ -29,7 +29,7 @@ from .data import PackedTrajectoryCache, query_indices_for_update
 from .engine import UpdateResult, UpdateRules, execute_actor_update, rollout_shares
 from .evaluate import CONDITIONS, Examiner, evaluate, rollout_rows, solution_bits
 from .journal import (Journal, Seen, TrainState, attempt_record, keep_artifact, last_words, log_attempt,
-    peak_memory, run_summary, say)
+    peak_memory, report_name, run_summary, say)
 from .policy import UniARPolicy, model_folder, tensors_digest
 from .process import DistributedContext, Stopped, StopSignals, deterministic, make_context
 from .record import RunDirectory, check_finished
@@ -271,7 +271,7 @@ def ensure_validation(
         successful_update=successful, policy=tensors_digest(parts.policy.trainable()), cache=parts.cache.fingerprint,
         verifier=parts.verifier.descriptor()['fingerprint'], settings=cfg.evaluation.model_dump(mode='json'),
         puzzles={split: len(rows) for split, rows in parts.valid.items()})
-    name = f'validation_step_{successful:06d}.json' if successful else 'validation_start.json'
+    name = report_name(successful)
     report = context.main_call('validation', lambda: found_report(journal.run, name, identity))
     if report is None:
         splits = {split: measured(parts, rows, split) for split, rows in parts.valid.items()}

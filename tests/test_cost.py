@@ -94,7 +94,7 @@ def test_the_length_of_the_log(ledger, trials, tmp_path):
     ledger.figures['seconds of work that 10,000 lines of log add to a start'] = round(seconds[10_000] - seconds[10], 2)
 
 
-BUSY = dict(trainer=dict(max_updates=size(6, 60), prompts_per_update=12, micro_batch_rollouts=96), rollout=dict(group_size=8), data=dict(n_train=12, cache_root=None),
+BUSY = dict(trainer=dict(max_updates=size(6, 60), prompts_per_update=72, micro_batch_rollouts=96), rollout=dict(group_size=8), data=dict(n_train=72, cache_root=None),
             evaluation=dict(at_start=False, at_end=False, every_updates=0), logging=dict(pictures_every_updates=0))
 
 
