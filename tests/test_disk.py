@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import subprocess
 
 import pytest
 from faults import CALLS, copied, follows, goes_on, keeps, outcome
@@ -99,7 +98,7 @@ def test_a_fault_at_every_call_of_the_disk(trials, brief, stages, tmp_path, part
 
 
 @pytest.mark.goal('R2')
-@pytest.mark.parametrize('number', range(size(2, 200)))
+@pytest.mark.parametrize('number', range(size(2, 2000)))
 def test_two_faults(trials, brief, stages, tmp_path, number):
     "A call fails, and one of those that clean up after it fails too."
     chance, all_cases = random.Random(number), cases(stages)
@@ -134,7 +133,7 @@ def test_faults_through_the_kernel(trials, brief, stages, tmp_path):
     "The same with strace, which also reaches what the interpreter does after EINTR: it goes on."
     traced(trials, tmp_path)
     counts, chance = system_calls(trials, brief, stages, tmp_path), random.Random(0)
-    for n in range(size(8, 100)):
+    for n in range(size(8, 1000)):
         name = chance.choice(sorted(counts))
         kind = chance.choice((*KERNEL[name], 'KILL'))
         how = f'{name}:signal=KILL' if kind == 'KILL' else f'{name}:error={kind}'

@@ -11,7 +11,7 @@ from ledger import TORTURE, size
 # --- kills and signals
 
 @pytest.mark.goal('R1')
-@pytest.mark.parametrize('number', range(size(5, 200)))
+@pytest.mark.parametrize('number', range(size(5, 5000)))
 def test_kill_9_at_random(trials, long, tmp_path, number):
     "Twelve updates, killed up to five times: at an instant, or right before or after a call of the disk."
     chance, run, kills, left = random.Random(number), tmp_path/'run', 0, 1.
@@ -28,7 +28,7 @@ def test_kill_9_at_random(trials, long, tmp_path, number):
 
 
 @pytest.mark.goal('R1')
-@pytest.mark.parametrize('number', range(size(1, 10)))
+@pytest.mark.parametrize('number', range(size(1, 200)))
 def test_a_cold_process_is_killed(trials, long, tmp_path, number):
     "As from a shell: a new interpreter, killed from its start on; then one that goes on."
     chance, run = random.Random(number), tmp_path/'run'

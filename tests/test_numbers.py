@@ -31,7 +31,7 @@ def assert_unmoved(run, poison) -> None:
 
 
 @pytest.mark.goal('R7')
-@pytest.mark.parametrize('number', range(size(3, 108)))
+@pytest.mark.parametrize('number', range(size(3, 288)))
 def test_a_burst_that_the_budget_covers(trials, tmp_path, number):
     "It moves nothing; the run ends well, and as one that was killed on the way."
     chance = random.Random(number)
@@ -49,7 +49,7 @@ def test_a_burst_that_the_budget_covers(trials, tmp_path, number):
 
 
 @pytest.mark.goal('R7')
-@pytest.mark.parametrize('number', range(size(1, 54)))
+@pytest.mark.parametrize('number', range(size(1, 108)))
 def test_a_burst_that_the_budget_does_not_cover(trials, tmp_path, number):
     "The run stops with one line, and so does every start after that; its weights are those before the burst."
     n, place, value = [burst for burst in BURSTS if burst[0] > BUDGET][number % 18]

@@ -104,11 +104,14 @@ def test_what_is_said_is_heard_by_both(talk):
     assert one['asked'] == [None, 15, 15]
 
 
-def test_a_failure_on_one_rank_is_a_failure_on_both(talk):
+@pytest.mark.goal('R8')
+def test_a_failure_on_one_rank_is_a_failure_on_both(ledger, talk):
+    "Whatever a rank does when it fails, both raise, with the rank and the reason."
     for found in talk[0]:
         assert found['stages']['one'] == "RuntimeError: one failed on rank 1 (rank 1: ValueError('no'))"
         assert found['stages']['both'] == "RuntimeError: both failed on rank 0, 1 (rank 0: OSError('disk 0'); rank 1: OSError('disk 1'))"
     assert sorted(found['stages']['none'] for found in talk[0]) == ['0', '1']
+    ledger.fault('failure of a rank', 3)
 
 
 def test_the_main_rank_is_believed(talk):
@@ -126,11 +129,14 @@ def test_a_rank_that_waits_says_where(talk):
     assert ('0', "'a nap'") in said, talk[1]
 
 
-def test_none_waits_for_a_rank_that_is_gone():
+@pytest.mark.goal('R8')
+def test_none_waits_for_a_rank_that_is_gone(ledger):
+    "Killed in the middle of a collective."
     began = time.monotonic()
     found, err = together('die')
     assert len(found) == 1 and 'Error' in found[0]['alone'], err
     assert time.monotonic() - began < 60
+    ledger.fault('SIGKILL of a rank')
 
 
 if __name__ == '__main__': serve(*sys.argv[1:])

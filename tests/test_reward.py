@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from ledger import size
 from project import ROOT
 
 from mmgrpo.config import run_directory
@@ -164,21 +165,26 @@ FAULTS = [
 ]
 
 
-def test_every_fault_is_told_and_counted_and_harms_nobody_else(scorers):
-    "One runner for all of them: a worker that was killed for one reward serves the next."
+@pytest.mark.goal('R15')
+@pytest.mark.parametrize('number', range(size(1, 14)))
+def test_every_fault_is_told_and_counted_and_harms_nobody_else(ledger, scorers, number):
+    "At each place in a group, by one runner for all of them: a worker that was killed for one reward serves the next."
+    place = (3 + number) % 8
     parts = [Part(f'{name}-{k}', f'scorers:{name}', options=options) for k, (name, options, _) in enumerate(FAULTS)]
-    views = [make_view(i) for i in range(8)]
-    with RewardRunner(parts, .5, 2, 'unscored') as runner: rows = runner.score(views)
+    views = [make_view((3 - place + i) % 8) for i in range(8)]                          # number 3 is the one that they fail at
+    with RewardRunner(parts, .5, 2 + number // 8, 'unscored') as runner: rows = runner.score(views)
     for part, (_, _, wanted) in zip(parts, FAULTS):
         found = [row[part.key] for row in rows]
-        assert found == (wanted if len(wanted) == 8 else [Outcome(1.)] * 3 + wanted + [Outcome(1.)] * 4), part.key
+        assert found == (wanted if len(wanted) == 8 else [Outcome(1.)] * place + wanted + [Outcome(1.)] * (7 - place)), part.key
+        ledger.fault(f'{wanted[0].problem} of a scorer')
     assert all(o.value is None or math.isfinite(o.value) for row in rows for o in row.values())
     counts = Counter((key, o.problem) for row in rows for key, o in row.items() if o.problem)
     for part, (_, _, wanted) in zip(parts, FAULTS):
         assert sum(n for (key, _), n in counts.items() if key == part.key) == counts[part.key, wanted[0].problem] == len(wanted)
 
 
-def test_a_scorer_that_sleeps_for_a_minute_costs_its_limit_and_its_own_sample(scorers):
+@pytest.mark.goal('R15')
+def test_a_scorer_that_sleeps_for_a_minute_costs_its_limit_and_its_own_sample(ledger, scorers):
     "One reward hangs on one rollout: only that one is unscored, and in time."
     with RewardRunner([mine('sleeps')], 1., 1) as runner:
         began = time.monotonic()
@@ -186,6 +192,7 @@ def test_a_scorer_that_sleeps_for_a_minute_costs_its_limit_and_its_own_sample(sc
         assert time.monotonic() - began < 3 * patience()
         assert [o.value for o in found] == [1.] * 3 + [None] + [1.] * 4 and found[3].problem == 'timeout'
         assert [o.value for o in said(runner, 3)] == [1.] * 3                          # and it goes on
+    ledger.fault('timeout of a scorer')
 
 
 def patience() -> float:
@@ -195,11 +202,13 @@ def patience() -> float:
     return max(1., (time.monotonic() - began) / .5)
 
 
+@pytest.mark.goal('R15')
 @pytest.mark.parametrize('name, options, line', [
     ('raises', {}, "reward 'raises' failed on sample 's0', rollout 3, update 4: error: RuntimeError: first line second"),
     ('short', {}, "reward 'short' failed on sample 's0', rollout 0, update 4: bad_value: gave 7 values for 8 rollouts (and 7 more)"),
     ('gives', dict(what='nan'), "rollout 3, update 4: bad_value: gave nan")])
-def test_by_default_a_failure_stops_the_run_in_one_line(scorers, name, options, line):
+def test_by_default_a_failure_stops_the_run_in_one_line(ledger, scorers, name, options, line):
+    ledger.fault('bad_value of a scorer' if 'bad_value' in line else 'error of a scorer')
     with RewardRunner([Part(name, f'scorers:{name}', options=options)], 5.) as runner, pytest.raises(RewardError) as told:
         said(runner)
     assert line in str(told.value) and '\n' not in str(told.value)
@@ -386,13 +395,16 @@ def test_a_server_judges_a_batch():
         assert 'pictures' not in sent['views'][0]
 
 
+@pytest.mark.goal('R15')
 @pytest.mark.parametrize('script', [[(500, b'', {})], [(503, b'busy', {}), (429, b'', {})], ['close'], ['garbage']])
-def test_what_may_pass_is_tried_again(script):
+def test_what_may_pass_is_tried_again(ledger, script):
     with serving(*script, rewards([1, 1, 1])) as server:
         assert http_scorer(THREE, server.url, backoff_s=.01) == [1, 1, 1]
         assert len(server.got) == len(script) + 1
+    ledger.fault('wrong answer of a server', len(script))
 
 
+@pytest.mark.goal('R15')
 @pytest.mark.parametrize('step, line, tries', [
     ((500, b'', {}), 'failed 3 times, at last with status 500', 3), ('close', 'failed 3 times', 3),
     ((400, b'no', {}), 'answered with status 400', 1), ((404, b'', {}), 'status 404', 1),
@@ -402,25 +414,30 @@ def test_what_may_pass_is_tried_again(script):
     (b'[1, 1, 1]', 'no list "rewards"', 1), (b'{"reward": [1, 1, 1]}', 'no list', 1), (b'{"rewards": "111"}', 'no list', 1), (b'null', 'no list', 1),
     (b'', 'not JSON', 1), (b'<html>', 'not JSON', 1), (b'{"rewards": [1, 1', 'not JSON', 1), (b'[' * 1000, 'not JSON', 1),
     (b'\x80\x04\x95', 'not JSON', 1), (b' ' * 100_000, 'more than 1300 bytes', 1)])
-def test_what_a_server_does_wrong_is_an_error(step, line, tries):
+def test_what_a_server_does_wrong_is_an_error(ledger, step, line, tries):
     with serving(step) as server:
         with pytest.raises(ValueError, match=line.replace('[', r'\[')): http_scorer(THREE, server.url, backoff_s=.01)
         assert len(server.got) == tries
+    ledger.fault('wrong answer of a server', tries)
 
 
-def test_a_server_that_sends_no_number_is_a_bad_value():
+@pytest.mark.goal('R15')
+def test_a_server_that_sends_no_number_is_a_bad_value(ledger):
     script = [b'{"rewards": [1e999, 1, 1]}', rewards(['1', 1, True]), rewards([[1], {}, 1])]
     with serving(*script) as server, RewardRunner([Part('judge', 'http', options=dict(url=server.url))], 10., 1, 'unscored') as runner:
         found = [[row['judge'].problem for row in runner.score(THREE)] for _ in script]
     assert found == [['bad_value', '', ''], ['bad_value', '', 'bad_value'], ['bad_value', 'bad_value', '']]
+    ledger.fault('wrong answer of a server', len(script))
 
 
-def test_a_slow_server_costs_the_limit_and_no_more():
+@pytest.mark.goal('R15')
+def test_a_slow_server_costs_the_limit_and_no_more(ledger):
     "One that says nothing meets the time of a try; one that drips bytes for ever meets the worker's wall clock."
     with serving('slow') as server, pytest.raises(ValueError, match='failed 1 times, at last with TimeoutError'):
         http_scorer(THREE, server.url, timeout_s=.2, retries=0)
     with serving('drip') as server, RewardRunner([Part('judge', 'http', options=dict(url=server.url))], .5, 1, 'unscored') as runner:
         assert [row['judge'].problem for row in runner.score(THREE)] == ['timeout'] * 3
+    ledger.fault('slow server', 2)
 
 
 # --- what is taken for a number, and what several of them make
@@ -494,7 +511,9 @@ def content(cfg) -> tuple:
     return (run/'adapter'/'adapter_model.safetensors').read_bytes(), lines
 
 
-def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+@pytest.mark.goal('R15')
+def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(ledger, tmp_path, monkeypatch):
+    "Nothing is learnt from an update whose reward failed; with the reward mended it is done again."
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path/'mine.py').write_text(MINE)
     save_example_model(tmp_path/'model')
@@ -510,7 +529,7 @@ def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(tmp_pat
     (tmp_path/'mine.py').write_text(MINE)
     (tmp_path/'flag').unlink()
     train(broken)
-    assert content(broken) == content(whole)
+    ledger.judge('error of a scorer', 'a run', dict(enumerate(content(broken))), dict(enumerate(content(whole))))
     _, lines = content(whole)
     assert lines[1]['reward/picky/mean'] >= .1 and lines[0]['reward/likeness/std_within_group'] > 0
     assert [line['reward/unscored'] for line in lines] == [0, 0]
@@ -518,7 +537,8 @@ def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(tmp_pat
     assert lines[1]['group/reward_mean'] == pytest.approx(summed)
 
 
-def test_unscored_rollouts_are_left_out_and_counted_and_the_run_goes_on(tmp_path, monkeypatch):
+@pytest.mark.goal('R15')
+def test_unscored_rollouts_are_left_out_and_counted_and_the_run_goes_on(ledger, tmp_path, monkeypatch):
     "One of each four fails in every update; rewards for words and for pictures apart; validation stays the verifier's."
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path/'theirs.py').write_text(MINE.replace('view.update == 1 and ', ''))
@@ -528,6 +548,7 @@ def test_unscored_rollouts_are_left_out_and_counted_and_the_run_goes_on(tmp_path
     _, lines = content(cfg)
     assert [(line['reward/unscored'], line['reward/picky/error'], line['group/rollouts']) for line in lines] == [(2, 2, 8)] * 2
     assert [line['successful'] for line in lines] == [1, 2] and all(line['grad_norm'] > 0 for line in lines)
+    ledger.fault('error of a scorer', 4)
 
 
 def test_a_misspelt_reward_is_refused_before_there_is_a_run(tmp_path):
