@@ -7,8 +7,8 @@ __all__ = ['OPTIONS_RULE', 'PARTS_RULE', 'RunSection', 'DataSection', 'ModelSect
            'LossSection', 'ModalitySection', 'TextSection', 'VisualSection', 'OptimizerSection', 'SchedulerSection',
            'EvaluationSection', 'RewardPartSection', 'RewardSection', 'CheckpointSection', 'LoggingSection', 'Config',
            'RLConfig', 'repeated', 'data_contradictions', 'run_contradictions', 'reward_contradictions', 'make_config',
-           'SFTDataSection', 'SFTModelSection', 'SFTStageSection', 'SFTConfig', 'load_config', 'load_sft_config',
-           'warmup_updates', 'run_directory', 'config_rows', 'config_table']
+           'SFTDataSection', 'SFTModelSection', 'SFTStageSection', 'SFTTrajectoriesSection', 'SFTConfig', 'load_config',
+           'load_sft_config', 'warmup_updates', 'run_directory', 'config_rows', 'config_table']
 
 # %% ../nbs/02_config.ipynb #imports
 from pathlib import Path
@@ -399,18 +399,24 @@ class SFTStageSection(Section):
     warmup_updates:Whole = Field(100, description='updates of linear warm-up; then half a cosine')
     weight_decay:NonNegative = Field(0.01, description='decoupled weight decay')
     max_grad_norm:Positive = Field(1.0, description='gradients longer than this are shortened to it')
+    log_every:Count = Field(100, description='updates between lines of train_log.jsonl, each with a checkpoint')
+
+
+class SFTTrajectoriesSection(SFTStageSection):
+    "The second stage: words and pictures."
     text_weight:NonNegative = Field(1.0, description='weight of the mean loss a word')
     visual_weight:NonNegative = Field(4.0, description='weight of the mean loss a bit')
-    log_every:Count = Field(100, description='updates between lines of sft_log.jsonl')
 
 
 class SFTConfig(Config):
     "A supervised warm start, whole: first pictures, then trajectories."
+    unhashed:ClassVar[frozenset[str]] = frozenset({
+        'run.name', 'run.output', 'data.workers', 'pictures.log_every', 'trajectories.log_every'})
     run:RunSection
     data:SFTDataSection
     model:SFTModelSection
     pictures:SFTStageSection
-    trajectories:SFTStageSection
+    trajectories:SFTTrajectoriesSection
 
 # %% ../nbs/02_config.ipynb #load-config
 def load_config(

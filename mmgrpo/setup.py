@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'save_example_model', 'example_config', 'load_policy', 'load_pixel_decoder', 'on_terminal',
            'prepare_cache', 'puzzles', 'puzzle_facts', 'open_cache', 'Parts', 'build', 'source_fingerprint',
-           'provenance', 'environment', 'score_batch', 'views_of', 'batch_metrics', 'run_reference', 'write_origin',
-           'pin_environment']
+           'provenance', 'versions', 'environment', 'score_batch', 'views_of', 'batch_metrics', 'run_reference',
+           'write_origin', 'pin_environment']
 
 # %% ../nbs/23_setup.ipynb #imports
 import contextlib, platform, sys
@@ -247,14 +247,19 @@ def provenance(
                 **({'rewards': reward_descriptor(parts.rewards)} if parts.rewards.parts else {}))
 
 
+def versions() -> dict: # JSON-able
+    "The software that computes."
+    return dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__,
+                numpy=np.__version__, source=source_fingerprint())
+
+
 def environment(
     parts:Parts, # of this start
 ) -> dict: # JSON-able
     "What a run is computed with; on purpose it may change from start to start, and is written down when it does."
-    return dict(python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__,
-                numpy=np.__version__, source=source_fingerprint(),
-                device=str(parts.policy.device), threads=torch.get_num_threads(), world_size=parts.context.world_size,
-                tf32=torch.backends.cuda.matmul.allow_tf32)
+    return versions() | dict(
+        device=str(parts.policy.device), threads=torch.get_num_threads(), world_size=parts.context.world_size,
+        tf32=torch.backends.cuda.matmul.allow_tf32)
 
 # %% ../nbs/23_setup.ipynb #score
 def score_batch(
