@@ -42,9 +42,15 @@ def kept_attempts(
     run_dir:Path|str, # of a run
 ) -> list[int]: # ascending
     "The updates whose artifacts are there and complete."
-    paths = Path(run_dir, FOLDER).glob('attempt-*')
-    complete = [p.name for p in paths if not p.is_symlink() and (p/MANIFEST).is_file()]
-    return sorted(int(match[1]) for match in map(NAME.fullmatch, complete) if match)
+    return [n for n in _named_attempts(run_dir) if (artifact_path(run_dir, n)/MANIFEST).is_file()]
+
+
+def _named_attempts(
+    run_dir:Path|str, # of a run
+) -> list[int]: # ascending
+    "The updates whose artifacts are there, complete or not."
+    folders = [p.name for p in Path(run_dir, FOLDER).glob('attempt-*') if p.is_dir() and not p.is_symlink()]
+    return sorted(int(match[1]) for match in map(NAME.fullmatch, folders) if match)
 
 # %% ../nbs/21_artifact.ipynb #narrow
 INTEGERS = torch.int8, torch.int16, torch.int32
@@ -307,8 +313,9 @@ def prune_artifacts(
 ) -> list[int]: # updates whose artifacts went, ascending
     "Remove all but the latest artifacts."
     if keep < 0: raise ValueError(f'keep must be >= 0, got {keep}')
-    held = [n for n in kept_attempts(run_dir) if n <= current]
-    return _removed(run_dir, held[:max(0, len(held) - keep)], disk)
+    complete = [n for n in kept_attempts(run_dir) if n <= current]
+    stay = complete[max(0, len(complete) - keep):]
+    return _removed(run_dir, [n for n in _named_attempts(run_dir) if n <= current and n not in stay], disk)
 
 
 def drop_artifacts_after(
@@ -318,7 +325,7 @@ def drop_artifacts_after(
 ) -> list[int]: # updates whose artifacts went, ascending
     "Remove what belongs to updates that a crash took back, and what an earlier process left half done."
     if (folder := Path(run_dir)/FOLDER).is_dir(): sweep_temps(folder, disk)
-    return _removed(run_dir, [n for n in kept_attempts(run_dir) if n > attempted], disk)
+    return _removed(run_dir, [n for n in _named_attempts(run_dir) if n > attempted], disk)
 
 
 def _removed(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .record import LOG
+from .record import log_path
 from .settings import InputError
 from .storage import (DISK, MOST_LOG, Disk, json_bytes, parse_json, parse_tensors, publish_folder, read_file,
     read_folder, remove_directory, tensor_bytes, unseal, write_file)
@@ -150,7 +150,7 @@ def find_checkpoint(
     if skipped:
         raise InputError(f'{skipped[0][1]} and there is no other checkpoint in {folder} that can be used: '
                          'put one back, or choose another run.name')
-    log = Path(run_dir)/LOG
+    log = log_path(run_dir)
     if log.exists() and b'\n' in read_file(log, MOST_LOG):
         raise InputError(f'{folder} is empty, but {log} tells of updates: '
                          'put a checkpoint back, or choose another run.name')

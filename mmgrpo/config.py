@@ -201,7 +201,7 @@ class CheckpointSection(Section):
 class LoggingSection(Section):
     "What is recorded beside the checkpoints."
     tensorboard:bool = Field(True, description='write TensorBoard events')
-    jsonl:bool = Field(True, description='write train_log.jsonl, one line an update')
+    jsonl:bool = Field(True, description='show the log as train_log.jsonl; otherwise it is kept as .train_log.jsonl')
     pictures_every_updates:Whole = Field(50, description='keep drawn pictures every so many updates; 0 is never')
     n_pictures:Whole = Field(4, description='pictures kept each time')
     keep_artifacts:Whole = Field(50, description='latest updates of which all rollouts are kept, for mmgrpo_replay')

@@ -24,7 +24,7 @@ from .core import Group, Prompt, Rollout, Verdict
 from .engine import TokenRecord, UpdateResult, execute_actor_update
 from .journal import TrainState, attempt_record
 from .process import deterministic, make_context
-from .record import CONFIG, LOG
+from .record import CONFIG, log_path
 from .settings import InputError, apply_overrides
 from .setup import (Parts, build, environment, load_policy, open_cache, prepare_cache, provenance,
     run_reference, score_batch)
@@ -291,7 +291,7 @@ def compare_line(
     line:Mapping, # as it would be written now
 ) -> Figure|None: # None: there is no such line
     "Compare an update with its line in the log, clocks aside."
-    found = [held for held in read_lines(Path(run_dir)/LOG) if held['attempted'] == line['attempted']]
+    found = [held for held in read_lines(log_path(run_dir)) if held['attempted'] == line['attempted']]
     unkept = ('group/', 'reward/') if line['group/n_batches'] > 1 else () # of all that was drawn, kept or not
     known = lambda held: {key: held[key] for key in held if key in line and not key.startswith(unkept)} # not the clocks
     plain = lambda held: dict(numbers(known(finite_or_null(held))))

@@ -133,8 +133,8 @@ def prepare_cache(
     policy, data, facts = policy or load_policy(cfg, 'cpu'), cfg.data, puzzle_facts(cfg)
     name = fingerprint_of(dict(puzzles=facts, model=dict(tower=policy.fingerprint())))[:12]
     root = Path(output or data.cache_root or Path(cfg.run.output)/f'cache-{name}')
+    if root.parent.is_dir(): sweep_orphans(root.parent, 'cache-') # of processes that are dead
     if not root.exists():
-        if root.parent.is_dir(): sweep_orphans(root.parent, 'cache-') # of processes that are dead
         rows = [row for split, n in facts['counts'].items()
                 for row in cache_rows(policy, split, puzzles(cfg, split, n))]
         with contextlib.suppress(FileExistsError): # another run may be faster; its cache is looked at like any other

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Due', 'evaluation_due', 'plan', 'draws', 'collect', 'Batch', 'is_tied', 'draw_batch', 'rested', 'save',
-           'starting_checkpoint', 'restore', 'check_state', 'check_own', 'config_identity', 'schedule_at',
-           'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'batch_figures', 'everyone',
-           'fit', 'finish', 'open_run', 'quiet', 'train', 'session', 'Beginning', 'begin', 'go_on']
+           'starting_checkpoint', 'restore', 'check_state', 'check_own', 'check_reference', 'config_identity',
+           'schedule_at', 'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'batch_figures',
+           'everyone', 'fit', 'finish', 'open_run', 'quiet', 'train', 'session', 'Beginning', 'begin', 'go_on']
 
 # %% ../nbs/25_trainer.ipynb #imports
 import contextlib, json, time, warnings
@@ -165,7 +165,7 @@ def save(
 
     def write():
         tensors = dict(policy=named, optimizer=optimizer_tensors(learner.optimizer, named))
-        log = journal.run.log_seal() if parts.cfg.logging.jsonl else None
+        log = journal.run.log_seal()
         path = save_checkpoint(journal.run.path, tensors, whole | dict(log=log), due.reason != 'rolling', due.reason)
         prune_checkpoints(path.parent, parts.cfg.checkpoint.keep_latest, path)
 
@@ -231,6 +231,16 @@ def check_own(
     found, mine = checkpoint.state.get('config'), config_identity(parts.cfg)
     if found in (mine, None): return checkpoint
     raise ValueError(f'{checkpoint.path/STATE} is of another run: its config is {found[:12]}, this is {mine[:12]}')
+
+
+def check_reference(
+    parts:Parts, # of a run without a checkpoint
+    run_dir:Path, # of the run
+) -> None:
+    "Refuse to begin with another's reference, as a fork that was killed before its first checkpoint leaves it."
+    if parts.learner.reference.sha256 == parts.initial: return
+    raise InputError(f'{run_dir/"reference"} is of another start: name checkpoint.resume_from as that start did, '
+                     'or choose another run.name')
 
 
 def config_identity(
@@ -493,6 +503,7 @@ def begin(
     parts = build(cfg, context, policy, cache, run_reference(policy, parent/'reference'), rewards)
     checkpoint = start and context.gather_stage('checkpoint', lambda: load_checkpoint(start))
     fork = parent != run_dir
+    if start is None: check_reference(parts, run_dir)
     if checkpoint and not fork: check_own(parts, checkpoint)
     back = lambda: context.gather_stage('restore', lambda: restore(parts, checkpoint, fork))
     state = back() if fork else TrainState() # another run's must fit before this one is pinned to it

@@ -115,13 +115,17 @@ def attach(child, job) -> None:
 
 def live(job:dict, policy, began) -> None:
     "The child: the command, with its lines and its draws written where a kill cannot take them back."
+    import threading
+
     import mmgrpo.cli as cli
+    import tqdm
     from mmgrpo.storage import DISK
 
     code = 1
     try:
         for fd, name in ((1, 'out'), (2, 'err')): os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), fd)
         signal.signal(signal.SIGINT, signal.default_int_handler)       # whatever the shell had set
+        tqdm.tqdm.set_lock(threading.RLock())                          # tqdm's own is shared by forked processes: one that is killed keeps it
         draws = os.open(job['draws'], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         surroundings(job)
         if not job['cold']: put('load_policy', lambda cfg, device: policy)

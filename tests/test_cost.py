@@ -100,16 +100,16 @@ BUSY = dict(trainer=dict(max_updates=size(6, 60), prompts_per_update=72, micro_b
 
 @pytest.fixture(scope='module')
 def busy(trials, tmp_path_factory):
-    "A run with larger updates, undisturbed: its folder and the seconds that its updates took."
+    "A run with larger updates, undisturbed: its folder, the seconds that its updates took, and all of its seconds."
     run = tmp_path_factory.mktemp('busy')/'run'
-    trials.ended(run, BUSY)
-    return run, sum(record['timing/seconds'] for record in read_lines(run/'train_log.jsonl'))
+    life = trials.ended(run, BUSY)
+    return run, sum(record['timing/seconds'] for record in read_lines(run/'train_log.jsonl')), life.seconds
 
 
 @pytest.mark.parametrize('mean', [20, 5])
 def test_goodput(ledger, trials, busy, tmp_path, mean):
-    "Killed after exponentially distributed times: useful seconds of updates, as a share of all seconds."
-    straight, useful = busy
+    "Killed after exponentially distributed times: useful seconds of updates as a share of all seconds, and what an undisturbed run took as a share of them."
+    straight, useful, whole = busy
     update, chance, wall, run, kills = useful / BUSY['trainer']['max_updates'], random.Random(mean), 0., tmp_path/'run', 0
     while True:
         life = trials.live(run, BUSY, after=chance.expovariate(1 / (mean * update)))
@@ -118,4 +118,6 @@ def test_goodput(ledger, trials, busy, tmp_path, mean):
         assert life.code == -signal.SIGKILL, life.err
         kills += 1
     trials.judge('SIGKILL', run, outcome(run), outcome(straight), kills)
-    ledger.figures[f'goodput, killed every {mean} updates on average ({kills} kills, an update takes {update:.2f} s)'] = round(useful / wall, 3)
+    ledger.figures |= {f'goodput, killed every {mean} updates on average ({kills} kills, an update takes {update:.2f} s)': round(useful / wall, 3),
+                       f'the seconds of an undisturbed run, as a share of those of one killed every {mean} updates': round(whole / wall, 3),
+                       'goodput of a run that nobody kills': round(useful / whole, 3)}
