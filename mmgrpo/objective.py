@@ -241,9 +241,9 @@ def objective_loss(
 def _check_objective(terms:ObjectiveTerms, rule:ModalityRule, normalizer:float) -> None:
     "Refuses a loss that could not mean what it says."
     check_loss(terms, rule, normalizer)
-    corrects = rule.correction.kind != 'none'
-    for name, field, asks in (('entropy', 'entropy_coef', rule.entropy_coef), ('sampled_logps', 'correction', corrects)):
-        if asks and getattr(terms, name) is None: raise ValueError(f'{name} is needed by {field}, and is not there')
+    fix = rule.correction.kind != 'none'
+    for name, field, asked in (('entropy', 'entropy_coef', rule.entropy_coef), ('sampled_logps', 'correction', fix)):
+        if asked and getattr(terms, name) is None: raise ValueError(f'{name} is needed by {field}, and is not there')
 
 # %% ../nbs/08_objective.ipynb #stats
 @torch.no_grad()
