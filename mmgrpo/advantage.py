@@ -42,10 +42,10 @@ CHOICES = dict(scale=('std', 'none'), scope=('group', 'batch'), baseline=('mean'
 class AdvantageRule:
     "How rewards become advantages."
     scale:str='std' # 'std' divides by a deviation, 'none' by 1
-    scope:str='group' # whose deviation: the 'group''s own, or that of the whole 'batch'
+    scope:str='group' # which deviation: that of the 'group', or of the whole 'batch'
     baseline:str='mean' # 'mean' of the group, or 'leave_one_out': the mean of the others
     combine:str='sum' # several rewards: 'sum' them and scale, or scale 'each' and sum
-    eps:float=1e-4 # a deviation up to this is a tie; reward units
+    eps:float=1e-4 # a deviation up to this is a tie; reward units; not in the config
 
     def __post_init__(self):
         for name, legal in CHOICES.items():

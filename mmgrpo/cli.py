@@ -77,10 +77,10 @@ def guarded(
 # %% ../nbs/28_cli.ipynb #parser
 EXIT_CODES = """
 exit codes:
-  0    finished; a training run also when it was paused as asked, or is already complete
-  1    failed; a training run goes on from its last checkpoint with the same command
-  2    bad input: command line, config, or a file missing or damaged
-  130  stopped by Ctrl-C, or 143 by SIGTERM; a training run goes on with the same command
+  0    finished; also a run that was paused as asked, or is already complete
+  1    failed; once the cause is gone, the same command goes on (not after too many non-finite updates)
+  2    bad input: command line, config, a file missing or damaged, a run that another process is writing
+  130  stopped by Ctrl-C, or 143 by SIGTERM; a run goes on with the same command
 """
 
 
@@ -111,7 +111,7 @@ def make_parser(
     prog:str, # name of the command
     about:str, # what it does, one sentence
     examples:str, # lines for the end of --help
-) -> OneLineParser: # with the options that all commands share
+) -> OneLineParser: # with the options of the three commands that take a config
     "A parser with `--config`, `--set`, `--debug`, `--version` and `--help-config`."
     parser = OneLineParser(prog=prog, description=about, epilog=f'examples:\n{examples}\n{EXIT_CODES}',
                            formatter_class=HelpFormatter, allow_abbrev=False)

@@ -25,7 +25,8 @@ class RunSection(Section):
     name:str = Field(pattern=r'^[A-Za-z0-9][A-Za-z0-9._-]*$', max_length=100, json_schema_extra={'legal': NAME_RULE},
                      description='name of the run and of its directory')
     output:Text = Field('runs', description='directory that holds the runs; the run lives in output/name')
-    seed:Seed = Field(0, description='key of every random draw of the run')
+    seed:Seed = Field(0, description='key of every draw of the run; the puzzles have one of their own, '
+                                     'data.puzzle_seed')
 
 
 class DataSection(Section):
@@ -78,7 +79,7 @@ class TrainerSection(Section):
     tf32:bool = Field(False, description='let a GPU round matrix products to TF32')
     cpu_threads:Count = Field(1, description='threads of one process; part of what makes a run repeat bit by bit')
     gap_tolerance_text:Positive = Field(
-        1e-3, description='largest mean distance of sampled and behavior log-probs, nats a text token')
+        1e-3, description='largest mean distance of sampled and behaviour log-probs, nats a text token')
     gap_tolerance_visual:Positive = Field(1e-3, description='the same in nats a visual bit')
 
 # %% ../nbs/02_config.ipynb #loss
@@ -86,7 +87,8 @@ class LossSection(Section):
     "What the update maximises; what differs for words and drawn pictures is in `text` and `visual`."
     advantage_scale:Literal['std', 'none'] = Field('std', description="whether to divide by a deviation of rewards")
     advantage_scope:Literal['group', 'batch'] = Field('group', description="whose deviation: the group's, or pooled")
-    baseline:Literal['mean', 'leave_one_out'] = Field('mean', description='of the group, or of the other rollouts')
+    baseline:Literal['mean', 'leave_one_out'] = Field(
+        'mean', description='what a reward is compared with: the mean of its group, or of the other rollouts in it')
     tied:Literal['keep', 'drop'] = Field('keep', description='groups of equal rewards: counted in the loss, or not')
     truncated:Literal['keep', 'drop'] = Field('keep', description='rollouts cut by a limit: in the loss, or out')
     refill:Whole = Field(0, description='batches drawn at most to replace tied groups; 0 keeps them')
@@ -95,16 +97,18 @@ class LossSection(Section):
     kl_in:Literal['loss', 'reward'] = Field('loss', description='where the KL to the reference acts')
     correction:Literal['none', 'truncate', 'mask'] = Field(
         'none', description='weights for a sampler that differs from the scorer: cut at a cap, or dropped above it')
-    correction_level:Literal['token', 'sequence'] = Field('token', description='what such a weight is of')
+    correction_level:Literal['token', 'sequence'] = Field(
+        'token', description='whether each token has such a weight, or each rollout one')
     correction_cap:float = Field(2.0, ge=1, allow_inf_nan=False, description='largest such weight')
-    on_drift:Literal['warn', 'stop'] = Field('warn', description='what a kl_limit or entropy_floor does')
+    on_drift:Literal['warn', 'stop'] = Field(
+        'warn', description='what happens past a kl_limit or entropy_floor: a line in the log, or the end')
 
 # %% ../nbs/02_config.ipynb #modalities
 class ModalitySection(Section):
     "The loss of one modality."
-    weight:NonNegative = Field(1.0, description='what its loss counts')
+    weight:NonNegative = Field(1.0, description="factor of this modality's loss")
     objective:Literal['clip', 'clipped_weight', 'soft_gate', 'reinforce'] = Field(
-        'clip', description='what a step climbs')
+        'clip', description='what a step maximises')
     clip_low:float = Field(0.2, gt=0, lt=1, description='the ratio counts down to 1 - clip_low')
     clip_high:Positive = Field(0.2, description='the ratio counts up to 1 + clip_high')
     kl_coef:NonNegative = Field(0.0, description='weight of the KL to the reference')
@@ -112,20 +116,25 @@ class ModalitySection(Section):
     entropy_coef:NonNegative = Field(0.0, description='weight of the entropy bonus')
     reduce:Literal['token', 'sequence', 'constant'] = Field(
         'token', description='mean over all tokens, over each rollout first, or over the longest completion')
-    top_entropy_frac:float = Field(1.0, gt=0, le=1, description='share of tokens in the loss: the least sure')
-    kl_limit:Optional[Positive] = Field(None, description='mean KL to the reference that is drift; null: no limit')
-    entropy_floor:Optional[Positive] = Field(None, description='mean entropy below which is drift; null: no limit')
+    top_entropy_frac:float = Field(
+        1.0, gt=0, le=1, description="share of a rollout's tokens that are in the loss: those of highest entropy")
+    kl_limit:Optional[Positive] = Field(
+        None, description='mean KL to the reference above which the policy counts as drifted; null: no limit')
+    entropy_floor:Optional[Positive] = Field(
+        None, description='mean entropy below which the policy counts as drifted; null: no limit')
 
 
 class TextSection(ModalitySection):
     "The loss of words."
-    ratio_level:Literal['token', 'sequence'] = Field('token', description='the ratio is of a word, or of all')
+    ratio_level:Literal['token', 'sequence'] = Field(
+        'token', description='whether each word has a ratio, or all words of a rollout one')
 
 
 class VisualSection(ModalitySection):
     "The loss of drawn visual tokens."
     ratio_level:Literal['token_mean', 'token', 'bit', 'sequence'] = Field(
-        'token_mean', description="the ratio is of a token's bits in the mean, their product, each, or all tokens")
+        'token_mean', description='the ratio of: a token by the mean over its bits, a token by their product, '
+                                  'each bit, or all tokens of a rollout')
 
 # %% ../nbs/02_config.ipynb #optimizer
 class OptimizerSection(Section):
@@ -153,7 +162,8 @@ class EvaluationSection(Section):
     every_updates:Whole = Field(0, description='measure every so many updates; 0 only at start and end')
     rollouts_per_prompt:Count = Field(4, description='sampled answers a puzzle, beside the greedy one')
     max_prompts:Count = Field(400, description='puzzles of a split at most')
-    ablations:bool = Field(True, description='also answer with the drawn picture blanked and swapped')
+    ablations:bool = Field(
+        True, description='also answer with the drawn picture blanked, swapped, and replaced by the right one')
 
 # %% ../nbs/02_config.ipynb #reward
 OPTIONS_RULE = 'a mapping of option names to values'
@@ -180,19 +190,23 @@ class RewardSection(Section):
         (), description="rewards in place of the verifier's letter", json_schema_extra={'legal': PARTS_RULE})
     combine:Literal['sum', 'each'] = Field('sum', description='compare weighted sums in a group, or each reward apart')
     on_error:Literal['stop', 'unscored'] = Field(
-        'stop', description='what a reward that fails does to the run; unscored leaves its rollout out of the loss')
-    timeout_s:Positive = Field(60.0, description='seconds of wall clock that one call of a reward may take')
-    workers:Count = Field(1, description='processes for rewards that are not built in')
+        'stop', description='what an error or a bad value does to the run (a timeout only counts, unless every call '
+                            'is late); unscored leaves its rollout out of the loss')
+    timeout_s:Positive = Field(60.0, description='seconds that one call of a reward in one of the workers may take')
+    workers:Count = Field(1, description='processes for rewards of your own, and for math_answer and http')
 
 # %% ../nbs/02_config.ipynb #checkpoint-logging
 class CheckpointSection(Section):
     "When the run is saved, and what it goes on from."
     resume_from:Optional[Text] = Field(None, description="another run's checkpoint to start from; the run's own wins")
     resume_mode:Literal['exact', 'execution_change'] = Field(
-        'exact', description='execution_change lets device, threads, processes and memory limits differ on resume')
+        'exact', description='execution_change lets a start differ in device, precision, TF32, threads, processes, '
+                             'memory limits, reward.workers/timeout_s/on_error, code and library versions; it goes on, '
+                             'but not to the same bits')
     every_minutes:Optional[NonNegative] = Field(None, description='save when the last is this old; null is never')
     every_updates:Count = Field(50, description='save every so many updates')
-    keep_latest:Count = Field(2, description='checkpoints kept; older ones are deleted')
+    keep_latest:Count = Field(2, description='rolling checkpoints kept; older ones are deleted, except those of the '
+                                             'start, of each evaluation and of the end')
     damaged:Literal['refuse', 'fall_back'] = Field(
         'refuse', description='what to do when the newest is damaged; fall_back goes on from the newest sound one')
     grace_s:NonNegative = Field(30.0, description='seconds that SIGTERM and Ctrl-C give the running update to end')

@@ -307,7 +307,7 @@ def query_indices_for_update(
     train:Sequence[int], # rows to draw from, in order; not empty
     batch_size:int, # prompts an update; >= 1
     seed:int, # the run's
-    update:int, # how many updates drew before this one, failed ones included
+    update:int, # how many batches were drawn before this one
     shuffle:bool=True, # a new order every epoch; off = the order of `train`
 ) -> tuple[int,...]: # batch_size row numbers
     "The rows that an update draws, from nothing but its arguments."

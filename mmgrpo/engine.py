@@ -239,9 +239,9 @@ def modality_terms(
     with torch.set_grad_enabled(rules.visual.entropy_coef > 0): drawing = drawing_entropy(scored)
     entropy, before = dict(text=scored.entropy, visual=drawing), None
     if behavior is not None: before = dict(text=behavior.entropy, visual=drawing_entropy(behavior))
-    weights, parts = modality_weights(batch, rules, before or entropy), dict(text=1, visual=scored.n_bits)
+    weights, sizes = modality_weights(batch, rules, before or entropy), dict(text=1, visual=scored.n_bits)
     said = {kind: A[:, None].expand(weights[kind].shape) for kind, A in batch.advantages.items()}
-    return {kind: ObjectiveTerms(own[kind], old[kind], other[kind], said[kind], weights[kind], parts[kind],
+    return {kind: ObjectiveTerms(own[kind], old[kind], other[kind], said[kind], weights[kind], sizes[kind],
                                  entropy[kind], batch.tokens.logps) for kind in MODALITIES}
 
 
@@ -314,10 +314,10 @@ def kl_penalties(
     penalties = []
     for rows, ref in zip(tokens, refs):
         scored, total, masks = learner.scorer(rows), torch.zeros(len(rows), device=rows.ids.device), drawn_masks(rows)
-        own, other, parts = by_modality(scored), by_modality(ref), dict(text=1, visual=scored.n_bits)
+        own, other, sizes = by_modality(scored), by_modality(ref), dict(text=1, visual=scored.n_bits)
         for kind in MODALITIES:
             rule = getattr(rules, kind)
-            distance = per_part(KL_ESTIMATORS[rule.kl_estimator](own[kind], other[kind], own[kind]), parts[kind])
+            distance = per_part(KL_ESTIMATORS[rule.kl_estimator](own[kind], other[kind], own[kind]), sizes[kind])
             total = total + rule.kl_coef * row_mean(distance, masks[kind])[:, 0]
         penalties += total.tolist()
     return penalties

@@ -168,7 +168,8 @@ def _advice(
 ) -> str: # '' where there is none
     "How to go on, where going on is possible."
     if not cfg.execution or _may_change(cfg): return ''
-    return ' (checkpoint.resume_mode=execution_change lets execution fields differ)'
+    return (' (checkpoint.resume_mode=execution_change lets what only decides how it is computed differ: device, '
+            'threads, processes, memory limits)')
 
 # %% ../nbs/19_record.ipynb #finished
 def check_finished(

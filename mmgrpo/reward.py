@@ -592,7 +592,8 @@ class Worker:
         self.buffer += data
         found = []
         while len(self.buffer) >= 8:
-            if (size := int.from_bytes(self.buffer[:8], 'big')) > LONGEST: raise ValueError(f'{size} bytes are none')
+            size = int.from_bytes(self.buffer[:8], 'big')
+            if size > LONGEST: raise ValueError(f'a message of {size} bytes is too long')
             if len(self.buffer) < 8 + size: break
             found.append(unpacked(bytes(self.buffer[8:8 + size])))
             del self.buffer[:8 + size]

@@ -187,6 +187,6 @@ def check_gap(
     for kind, tolerance in dict(text=text, visual=visual).items():
         gap, unit = gaps[kind], 'token' if kind == 'text' else 'bit'
         if not gap.mean <= tolerance:
-            raise GapError(f'{kind}: sampled and scored log-probs differ by {gap.mean:.3g} a {unit} in the mean, '
+            raise GapError(f'{kind}: sampled and scored log-probs differ by {gap.mean:.3g} nats a {unit} in the mean, '
                            f'tolerance {tolerance:.3g} (trainer.gap_tolerance_{kind}); '
                            f'worst is {gap.max:.3g} in rollout {gap.worst[1]} of {gap.worst[0]}')

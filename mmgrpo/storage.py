@@ -183,7 +183,8 @@ def read_file(
         there, size = path.exists(), path.stat().st_size if path.is_file() else None
         data = path.read_bytes() if size is not None and size <= most else None
     if data is not None: return data
-    if size is not None: raise ValueError(f'{path} is damaged: it holds {size} bytes, {most} at most are ours')
+    if size is not None:
+        raise ValueError(f'{path} is damaged: it holds {size} bytes; no file of ours has more than {most}')
     if there: raise StorageError(f'cannot read {path}: it is no plain file')
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 

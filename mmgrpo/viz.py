@@ -249,7 +249,7 @@ def log_series(
 # %% ../nbs/03_viz.ipynb #curves
 CURVES = { # panel -> label of a line -> key of the log; see the glossary
     'reward': {'mean': 'group/reward_mean'},
-    'valid share': {'legal': 'group/valid_frac', 'tied groups': 'group/tied_frac'},
+    'shares': {'legal': 'group/valid_frac', 'tied groups': 'group/tied_frac'},
     'gradient norm': {'before clipping': 'grad_norm'},
     'KL to the reference': {'text': 'policy/text/ref_kl', 'drawing': 'policy/visual/ref_kl'},
 }

@@ -82,7 +82,7 @@ def test_a_field_that_changes_how_it_is_computed(ledger, begun, section, key):
     "It may change where the config says so; that is written down."
     changed, before, now = other(begun, section, key)
     held = files(begun)
-    with pytest.raises(InputError, match=f'{section}.{key}: .* -> .*execution_change lets execution fields differ'): RunDirectory.open(changed)
+    with pytest.raises(InputError, match=f'{section}.{key}: .* -> .*execution_change lets what only decides how it is computed differ'): RunDirectory.open(changed)
     assert files(begun) == held
     declared = make_config(changed.as_dict() | {'checkpoint': changed.as_dict()['checkpoint'] | {'resume_mode': 'execution_change'}})
     with RunDirectory.open(declared) as run: assert run.resumed

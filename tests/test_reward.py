@@ -146,7 +146,7 @@ LATE = Outcome(None, 'timeout', 'took more than 0.5 s')
 FAULTS = [
     ('sleeps', {}, [LATE]), ('spins', {}, [LATE]), ('deaf', {}, [LATE]), ('awaits', {}, [LATE]),
     ('stubborn', {}, [Outcome(None, 'timeout', 'took more than 0.5 s')] * 8),          # it cannot be awaited: nobody of its call
-    ('babbles', {}, [Outcome(None, 'error', 'its worker sent no message: ValueError: 72340172838076673 bytes are none')]),
+    ('babbles', {}, [Outcome(None, 'error', 'its worker sent no message: ValueError: a message of 72340172838076673 bytes is too long')]),
     ('blocks', {}, [Outcome(None, 'timeout', 'took more than 0.5 s')] * 8),
     ('segfaults', {}, [Outcome(None, 'error', 'its worker died of signal 11')]),
     ('leaves', {}, [Outcome(None, 'error', 'SystemExit: 7')]),

@@ -84,7 +84,7 @@ def page(runs:list[dict], joint:list[dict], factorised:list[dict]) -> str:
     n, k = after['sampled']['n_puzzles'], runs[0]['config']['evaluation']['rollouts_per_prompt']
     gains = [list(run['summary']['validation_change'].values())[0]['sampled/gain'] for run in runs]
     recipe = json.loads((ROOT / 'mmgrpo' / 'assets' / 'tiny' / 'recipe.json').read_text())
-    held, updates = recipe['held_out'], runs[0]['config']['trainer']['max_updates']
+    held, misread, updates = recipe['held_out'], recipe['config']['data']['misread_frac'], runs[0]['config']['trainer']['max_updates']
     return f'''# Results
 
 What `configs/quickstart.yaml` does to the shipped model. This page is written by `tools/results.py` from the summaries that the
@@ -97,8 +97,8 @@ runs left in `docs/results`; `make test` fails if it says anything else.
 
 {learning(runs)}
 
-What is learnt: the references of the warm start misread the drawn letter in {recipe['config']['data']['misread_frac']:.0%} of the cases and so taught the policy to doubt what it
-sees. Rewards take that doubt away; what it draws, and so its greedy answers, stay as good as they were.
+What is learnt: in {misread:.0%} of the cases the references of the warm start read a random letter instead of the drawn one ({.75 * misread:.0%} read a wrong
+one), and so taught the policy to doubt what it sees. Rewards take that doubt away; what it draws, and so its greedy answers, stay as good as they were.
 
 Run it yourself: `make train` is seed 0; another seed is `mmgrpo_train --config configs/quickstart.yaml --set run.seed=1 --set run.name=seed-1`.
 
