@@ -351,6 +351,9 @@ def reward_contradictions(
     parts = cfg.reward.parts
     if (twice := repeated([part.key for part in parts])) is not None:
         yield f'reward.parts: {shown(twice)} is listed twice; give one of them a label'
+    for i, part in enumerate(parts):
+        if part.name == 'jigsaw_permutation':
+            yield f'reward.parts[{i}].name: {shown(part.name)} needs an order of pieces, and the puzzles have a letter'
     if parts and not any(part.weight for part in parts):
         yield 'reward.parts: every weight is 0, which leaves nothing to learn; one of them another number'
     for kind, section in dict(text=cfg.text, visual=cfg.visual).items():

@@ -23,13 +23,14 @@ from .config import RLConfig, make_config
 from .core import Group, Prompt, Rollout, Verdict
 from .engine import TokenRecord, UpdateResult, execute_actor_update
 from .journal import TrainState, attempt_record
+from .policy import quietly
 from .process import deterministic, make_context
 from .record import CONFIG, log_path
 from .settings import InputError, apply_overrides
 from .setup import (Parts, build, environment, load_policy, open_cache, prepare_cache, provenance,
     run_reference, score_batch)
 from .storage import finite_or_null, json_bytes, parse_json, read_file, read_lines, unseal
-from .trainer import Batch, batch_figures, quiet, rested, restore
+from .trainer import Batch, batch_figures, rested, restore
 
 # %% ../nbs/26_replay.ipynb #figure
 @dataclass(frozen=True)
@@ -371,7 +372,7 @@ def replay(
     "Do an update of a run again and compare it with the record."
     cfg, run_dir = replay_config(run_dir, overrides), Path(run_dir)
     start, chain = find_chain(run_dir, attempted, cfg.logging.keep_artifacts)
-    with quiet(), deterministic(cfg):
+    with quietly(), deterministic(cfg):
         parts = replay_parts(cfg, run_dir)
         state, updates = restore(parts, load_checkpoint(start), fork=False), {}
         for n in chain:

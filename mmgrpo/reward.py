@@ -807,9 +807,10 @@ def stop_at_failure(
 # %% ../nbs/15_reward.ipynb #total
 def rewards_of(
     outcomes:Mapping[str,Outcome], # of one rollout, by key
+    weights:Mapping[str,float], # of the rewards, by key
 ) -> tuple[dict[str,float|None],dict[str,str]]: # numbers, and why there is none, for its verdict
-    "The numbers of a rollout; none at all if a reward failed."
-    failed = any(o.problem in FAILURES for o in outcomes.values())
+    "The numbers of a rollout; none at all if a reward that counts failed."
+    failed = any(o.problem in FAILURES for key, o in outcomes.items() if weights[key])
     why = lambda o: f'{o.problem}: {o.detail}' if o.detail else o.problem
     return ({key: None if failed else o.value for key, o in outcomes.items()},
             {key: why(o) for key, o in outcomes.items() if o.problem})
@@ -817,10 +818,10 @@ def rewards_of(
 
 def group_totals(
     rewards:Sequence[Mapping[str,float|None]], # of the rollouts of one group
-    weights:Mapping[str,float], # of the rewards that count
+    weights:Mapping[str,float], # of the rewards; one of weight 0 does not count
 ) -> list[float|None]: # one a rollout; None: unscored
     "Weighted sums over the rewards that apply to a group."
-    applies = [key for key in weights if any(row[key] is not None for row in rewards)]
+    applies = [key for key, weight in weights.items() if weight and any(row[key] is not None for row in rewards)]
     scored = lambda row: bool(applies) and all(row[key] is not None for key in applies)
     return [math.fsum(weights[key] * row[key] for key in applies) if scored(row) else None for row in rewards]
 
@@ -836,7 +837,7 @@ def score_groups(
     if len(outcomes) != n: raise ValueError(f'score_groups: {len(outcomes)} views for {n} rollouts')
     said = iter(outcomes)
     for g in groups:
-        rows = [rewards_of(next(said)) for _ in g.rollouts]
+        rows = [rewards_of(next(said), runner.weights) for _ in g.rollouts]
         found = zip(g.verdicts, group_totals([rewards for rewards, _ in rows], runner.weights), rows)
         scored.append(g.scored([replace(v, reward=r, rewards=row[0], problems=row[1]) for v, r, row in found]))
     return scored

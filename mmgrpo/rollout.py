@@ -9,7 +9,7 @@ __all__ = ['SYMBOLS', 'DROP_SHARE', 'grammar', 'Machine', 'symbol_ids', 'legal_i
            'repeats', 'rollouts_of', 'check_temperatures', 'GRPORolloutController', 'teacher_states', 'teacher_rollout']
 
 # %% ../nbs/13_rollout.ipynb #imports
-import math
+import math, string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -95,7 +95,8 @@ def machine(
     for symbol, members in ids.items(): kind[list(members)] = SYMBOLS.index(symbol)
     final = {n: n in ('done', 'cut') for n in names}
     after = lambda n, symbol: number[n] if final[n] else number.get(table[n].get(symbol), -1)
-    pictures_left = lambda n: n[-1].isdigit() and int(n[-1]) + n.startswith('drawn') < protocol.max_images
+    drawn = lambda n: int(n.lstrip(string.ascii_lowercase)) + n.startswith('drawn')
+    pictures_left = lambda n: n[-1].isdigit() and drawn(n) < protocol.max_images
     column = lambda get: torch.tensor([get(n) for n in names]).to(device)
     return Machine(
         protocol, names, legal_sets, legal_mask, kind=kind.to(device), forced=column(only.get),

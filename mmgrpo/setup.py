@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENVIRONMENT', 'save_example_model', 'example_config', 'load_policy', 'load_pixel_decoder', 'on_terminal',
            'prepare_cache', 'puzzles', 'puzzle_facts', 'open_cache', 'Parts', 'build', 'source_fingerprint',
-           'provenance', 'versions', 'environment', 'score_batch', 'views_of', 'batch_metrics', 'run_reference',
-           'write_origin', 'pin_environment']
+           'provenance', 'decoder_digest', 'versions', 'environment', 'score_batch', 'views_of', 'batch_metrics',
+           'run_reference', 'write_origin', 'pin_environment']
 
 # %% ../nbs/23_setup.ipynb #imports
 import contextlib, platform, sys
@@ -193,7 +193,7 @@ class Parts:
     cache:PackedTrajectoryCache
     train:dict[str,int] # sample id -> row of the cache; in the order of an unshuffled run
     valid:dict[str,tuple[int,...]] # split -> rows to measure on
-    decoder:PixelDecoder|None # draws pictures for people
+    decoder:PixelDecoder|None # draws pictures for people, and for rewards that ask for pixels
     rewards:RewardRunner # beside the verifier's
     initial:str # hash of the weights as the config gives them, before any checkpoint
 
@@ -244,7 +244,15 @@ def provenance(
                 query_schedule=query_schedule_fingerprint(ids, *schedule), train_samples=len(ids),
                 temperatures=temperatures, parameters=groups | dict(trainable=sum(groups.values())),
                 warmup_updates=warmup_updates(cfg), image_reward=dict(backend='disabled', loaded=False),
-                **({'rewards': reward_descriptor(parts.rewards)} if parts.rewards.parts else {}))
+                **({'rewards': reward_descriptor(parts.rewards), 'decoder': decoder_digest(parts.decoder)}
+                   if parts.rewards.parts else {}))
+
+
+def decoder_digest(
+    decoder:PixelDecoder|None, # of the model folder
+) -> str|None: # 64 hex digits
+    "What rewards that look at pixels depend on."
+    return None if decoder is None else tensors_digest(decoder.state_dict())
 
 
 def versions() -> dict: # JSON-able

@@ -6,17 +6,16 @@
 __all__ = ['Due', 'evaluation_due', 'plan', 'draws', 'collect', 'Batch', 'is_tied', 'draw_batch', 'rested', 'save',
            'starting_checkpoint', 'restore', 'check_state', 'check_own', 'check_reference', 'config_identity',
            'schedule_at', 'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'batch_figures',
-           'everyone', 'fit', 'finish', 'open_run', 'quiet', 'train', 'session', 'Beginning', 'begin', 'go_on']
+           'everyone', 'fit', 'finish', 'open_run', 'train', 'session', 'Beginning', 'begin', 'go_on']
 
 # %% ../nbs/25_trainer.ipynb #imports
-import contextlib, json, time, warnings
+import contextlib, json, time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
-import transformers
 from tqdm import tqdm
 
 from .advantage import MODALITIES, refill
@@ -30,7 +29,7 @@ from .engine import UpdateResult, UpdateRules, execute_actor_update, rollout_sha
 from .evaluate import CONDITIONS, Examiner, evaluate, rollout_rows, solution_bits
 from .journal import (Journal, Seen, TrainState, attempt_record, keep_artifact, last_words, log_attempt,
     peak_memory, report_name, run_summary, say)
-from .policy import UniARPolicy, model_folder, tensors_digest
+from .policy import UniARPolicy, model_folder, quietly, tensors_digest
 from .process import DistributedContext, Stopped, StopSignals, deterministic, make_context
 from .record import RunDirectory, check_finished
 from .reward import RewardRunner, open_rewards
@@ -425,20 +424,6 @@ def open_run(
     finally:
         for run in held: run.close()
 
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    "No bars and no notes about its own future from `transformers`."
-    bars = transformers.utils.logging
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', category=FutureWarning, module='transformers')
-            yield
-    finally:
-        if shown: bars.enable_progress_bar()
-
 # %% ../nbs/25_trainer.ipynb #train
 def train(
     cfg:RLConfig, # the run
@@ -450,7 +435,7 @@ def train(
     if stop_after_updates is not None and stop_after_updates < 1:
         raise InputError(f'stop_after_updates: {stop_after_updates} is not legal; an integer of at least 1')
     context, run_dir = make_context(cfg), run_directory(cfg)
-    with quiet(), deterministic(cfg):
+    with quietly(), deterministic(cfg):
         finished = context.main_call('start', lambda: check_finished(run_dir, cfg)) # before a model is loaded
         if not finished: finished = session(cfg, context, stop_after_updates)
     context.close() # after an error it is left to the launcher, who ends the others too

@@ -456,7 +456,7 @@ def test_a_rollout_is_compared_only_with_those_that_have_the_same_rewards():
     assert totals((1, 1), (1, None), (0, 0), (None, 1)) == [3, None, 0, None]
     assert totals((1, 1), (0, 1), weights=(0., 1.)) == [1, 1]                          # reported, not counted
     assert totals((1, 1), (0, 1), weights=(-1., 1.)) == [0, 1]
-    assert rewards_of(dict(a=Outcome(1.), b=Outcome(None, 'error', 'x'))) == (dict(a=None, b=None), dict(b='error: x'))
+    assert rewards_of(dict(a=Outcome(1.), b=Outcome(None, 'error', 'x')), dict(a=1., b=1.)) == (dict(a=None, b=None), dict(b='error: x'))
 
 
 def test_metrics_tell_a_tied_batch_from_a_varied_one():
@@ -527,6 +527,11 @@ def test_a_run_stops_when_its_reward_fails_and_goes_on_to_the_same_bytes(ledger,
     (tmp_path/'mine.py').write_text(MINE.replace('/ 10', '/ 20'))                      # another reward is another run
     with pytest.raises(InputError, match='rewards'): train(broken)
     (tmp_path/'mine.py').write_text(MINE)
+    pixels = tmp_path/'model'/'pixel_decoder.safetensors'                              # `likeness` looks at what it draws
+    whole_pixels = pixels.read_bytes()
+    pixels.write_bytes(whole_pixels[:-1] + bytes([whole_pixels[-1] ^ 1]))
+    with pytest.raises(InputError, match='decoder was'): train(broken)
+    pixels.write_bytes(whole_pixels)
     (tmp_path/'flag').unlink()
     train(broken)
     ledger.judge('error of a scorer', 'a run', dict(enumerate(content(broken))), dict(enumerate(content(whole))))
