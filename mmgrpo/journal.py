@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PICTURE', 'EVENTS', 'REPORT', 'SHOWN', 'CHANGE', 'TrainState', 'Seen', 'attempt_record', 'peak_memory', 'number',
            'say', 'framed', 'whole_events', 'EventFile', 'add_record', 'add_report', 'add_pictures', 'update_of',
-           'kept_pictures', 'kept_events', 'open_events', 'add_all', 'report_name', 'report_files', 'reports',
-           'take_back', 'Journal', 'log_attempt', 'keep_pictures', 'keep_artifact', 'condensed', 'begun_at',
-           'report_of', 'run_summary', 'last_words', 'shown']
+           'kept_pictures', 'drop_pictures_after', 'kept_events', 'open_events', 'add_all', 'report_name',
+           'report_files', 'reports', 'take_back', 'Journal', 'log_attempt', 'keep_pictures', 'keep_artifact',
+           'condensed', 'begun_at', 'report_of', 'run_summary', 'last_words', 'shown']
 
 # %% ../nbs/24_journal.ipynb #imports
 import contextlib, io, math, os, re, struct, sys, time
@@ -200,11 +200,20 @@ def update_of(
 
 def kept_pictures(
     run_dir:Path, # of a run
-    last:int, # attempts so far; later ones do not count
 ) -> list[Path]: # in order
     "The strips of drawings of a run; what else lies among them is not ours."
-    found = [path for path in (run_dir/'pictures').glob('*.png') if PICTURE.fullmatch(path.name)]
-    return sorted((path for path in found if update_of(path) <= last), key=update_of)
+    return sorted((p for p in (run_dir/'pictures').glob('*.png') if PICTURE.fullmatch(p.name)), key=update_of)
+
+
+def drop_pictures_after(
+    run_dir:Path, # of a run of which the caller is the only writer
+    attempted:int, # of the checkpoint that the run goes on from
+    disk:Disk, # the seam
+) -> None:
+    "Remove drawings of updates that a crash took back, with their notes."
+    doomed = [path for path in kept_pictures(run_dir) if update_of(path) > attempted]
+    for path in filter(Path.exists, [*doomed, *(path.with_suffix('.json') for path in doomed)]):
+        with naming(path, 'remove'): disk.unlink(path)
 
 # %% ../nbs/24_journal.ipynb #kept-events
 EVENTS = 'events.out.tfevents.mmgrpo'
@@ -228,14 +237,14 @@ def kept_events(
 
 # %% ../nbs/24_journal.ipynb #tensorboard
 def open_events(
-    run:RunDirectory, # of the main rank, rewound to the state
+    run:RunDirectory, # of the main rank; its log and pictures are those of the state
     cfg:RLConfig, # whether to
     state:TrainState, # where the run is
     n_lines:int, # of the log
 ) -> EventFile|None:
     "An event file that holds the run so far: the one that is there, or one made anew."
     path, found = run.path/'tensorboard'/EVENTS, reports(run.path, state.successful - 1)
-    drawn, (size, held) = kept_pictures(run.path, state.attempted), kept_events(path, state)
+    drawn, (size, held) = kept_pictures(run.path), kept_events(path, state)
     if not cfg.logging.tensorboard: # what comes after is taken back all the same
         if path.exists(): EventFile(path, size, run.disk).close()
         return None
@@ -295,9 +304,10 @@ def take_back(
     state:TrainState, # where the run is
     seal:Mapping|None, # of the log, from the checkpoint; None = not known
 ) -> EventFile|None: # open, if the config wants curves
-    "Undo what was written after a state: lines, artifacts, points."
+    "Undo what was written after a state: lines, artifacts, pictures, points."
     n_lines = run.rewind(state.attempted, seal)
     drop_artifacts_after(run.path, state.attempted, run.disk)
+    drop_pictures_after(run.path, state.attempted, run.disk)
     prune_artifacts(run.path, cfg.logging.keep_artifacts, state.attempted, run.disk)
     return open_events(run, cfg, state, n_lines)
 
@@ -386,6 +396,7 @@ def keep_artifact(
 ) -> None:
     "Keep what an attempt was made of, for as long as the config says."
     run, cfg = journal.run, journal.parts.cfg
+    run.check()
     reference = journal.parts.learner.reference.sha256
     facts = dict(successful=state.successful, config=cfg.fingerprint(), reference=reference, n_batches=n_batches,
                  rested=rested)

@@ -367,6 +367,7 @@ class RunDirectory:
     @classmethod
     def open(cls, cfg, disk=DISK): return _open(cls, cfg, disk)
 
+    def check(self): _writable(self)
     def close(self):
         "Give the directory back; twice is fine."
         if self._lock is not None: self._lock.close()
@@ -501,7 +502,8 @@ def _pin(
     held = read_sealed(path)
     different = [f'{key} was {held.get(key)!r}, is {wanted.get(key)!r}'
                  for key in sorted(held.keys() | wanted.keys()) if held.get(key) != wanted.get(key)]
-    if different: raise InputError(f'{path} does not fit this start: {"; ".join(different)}')
+    if different: raise InputError(f'{path} does not fit this start: {"; ".join(different)}: '
+                                   'go back to what it was, or choose another run.name')
 
 # %% ../nbs/19_record.ipynb #ending
 def _publish(

@@ -1,5 +1,6 @@
 """A warm process that forks the real `mmgrpo_train` on a tiny model, one child a trial, and kills it, denies it the disk, breaks its numbers,
 or lets it end."""
+import contextlib
 import errno
 import json
 import os
@@ -115,6 +116,7 @@ def attach(child, job) -> None:
 
 def live(job:dict, policy, began) -> None:
     "The child: the command, with its lines and its draws written where a kill cannot take them back."
+    import resource
     import threading
 
     import mmgrpo.cli as cli
@@ -136,6 +138,7 @@ def live(job:dict, policy, began) -> None:
         while time.monotonic() < began + job['begin']: pass            # all processes of a trial at once
         code = cli.train_main(job['words'])
         changes.at = calls.at = None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         Path(job['count']).write_text(json.dumps(dict(changes=changes.n, trace=calls.trace, written=calls.written, cpu=spent(os.getpid()))))
     except KeyboardInterrupt: code = 130
     except SystemExit as error: code = error.code
@@ -154,7 +157,7 @@ def surroundings(job) -> None:
     if job['clock']: time.time = lambda whole=time.time, off=job['clock']: whole() + off
     if job['largest']:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job['largest'],) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job['largest'], resource.RLIM_INFINITY))
 
 
 def put(name, value):
@@ -207,7 +210,8 @@ class Calls:
         elif n != self.at: return self.done(name, args, real(*args))
         if kind == 'kill before': os.kill(os.getpid(), signal.SIGKILL)
         if kind == 'short': return self.done(name, args, real(args[0], args[1][:max(1, len(args[1])//2)]))
-        if kind == 'kill after': real(*args)
+        if kind == 'kill after':
+            with contextlib.suppress(OSError): real(*args)             # a file that is not there any more is unlinked in vain
         elif name == 'close': real(*args)                              # a descriptor is gone, whatever close says
         elif name == 'write': real(args[0], args[1][:len(args[1])//2])
         if kind == 'kill after': os.kill(os.getpid(), signal.SIGKILL)

@@ -199,7 +199,8 @@ def test_disks_of_all_sizes(trials, straight, disk, part):
         resized(place, 64 << 20)
         goes_on(trials, straight, place/'run', 'full disk')
         shutil.rmtree(place/'run')
-    assert set(outcomes) == {0, 1}, f'sizes {mine} must have been too small and large enough'
+    assert set(outcomes) <= {0, 1}
+    assert TORTURE or len(set(outcomes)) == 2, f'sizes {mine} must have been too small and large enough'
 
 
 @pytest.mark.goal('R10')

@@ -99,6 +99,19 @@ def test_artifacts_that_are_no_longer_wanted(ledger, made, tmp_path):
     ledger.fault('switched log', 2)
 
 
+@pytest.mark.goal('R12')
+def test_drawings_of_a_try_that_was_taken_back(ledger, made, tmp_path, monkeypatch):
+    "The updates are done again without drawings: neither file nor point is left of the first try."
+    run, drawing = tmp_path/'run', dict(checkpoint=dict(every_updates=99), evaluation=dict(every_updates=0), logging=dict(pictures_every_updates=1))
+    killed(monkeypatch, made.config(run, drawing), trainer, 'log_attempt', 2, after=True)
+    assert len(list((run/'pictures').iterdir())) == 4
+    plain = made.config(run, drawing | dict(logging=dict(pictures_every_updates=0)))
+    for _ in range(2): train(plain, stop_after_updates=2)
+    assert list((run/'pictures').iterdir()) == []
+    assert not [event for _, event in journal.whole_events((run/'tensorboard'/journal.EVENTS).read_bytes()) if event.summary.value and event.summary.value[0].tag == 'drawings']
+    ledger.fault('switched log')
+
+
 # --- an update that was thrown away, then a kill
 
 def poisoned(monkeypatch, attempt):
@@ -227,15 +240,15 @@ def test_a_log_torn_while_it_was_hidden(ledger, made, straight, tmp_path):
 
 @pytest.mark.goal('R13')
 def test_a_fork_that_was_killed_before_its_first_checkpoint(ledger, made, tmp_path, monkeypatch):
-    "It has the parent's reference: begun again without its parent it would be measured from there."
-    parent = tmp_path/'parent'/'run'
-    train(made.config(parent, dict(model=dict(initial_adapter=str(made.done/'adapter')))), stop_after_updates=2)
-    fork = lambda **more: made.config(tmp_path/'run', dict(checkpoint=dict(more)))
-    killed(monkeypatch, fork(resume_from=str(checkpoints(parent)[-1])), trainer, 'save', 1)
-    with pytest.raises(InputError, match=f'{re.escape(str(tmp_path/"run"/"reference"))} is of another start'): train(fork())
-    train(fork(resume_from=str(checkpoints(parent)[-1])))
-    assert (tmp_path/'run'/'summary.json').exists()
-    ledger.fault('changed fact')
+    "Begun again without its parent it would train from scratch, with the parent's reference."
+    parent = str(checkpoints(made.paused)[1])
+    whole, fork = ((lambda run: lambda **more: made.config(tmp_path/run/'run', dict(checkpoint=dict(more))))(run) for run in ('whole', 'fork'))
+    train(whole(resume_from=parent))
+    killed(monkeypatch, fork(resume_from=parent), trainer, 'save', 1)
+    with pytest.raises(InputError, match=f'{re.escape(str(tmp_path/"fork"/"run"))} was begun from a checkpoint of another run'): train(fork())
+    train(fork(resume_from=parent), stop_after_updates=1)
+    train(fork())                                               # it has a checkpoint of its own now
+    ledger.judge('changed fact', 'fork', outcome(tmp_path/'fork'/'run'), outcome(tmp_path/'whole'/'run'))
 
 
 @pytest.mark.goal('R13')
@@ -264,7 +277,7 @@ def test_a_lock_that_somebody_removed(ledger, made, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(trainer, 'draw_batch', removing)
         with pytest.raises(RuntimeError, match='was removed, so another process may be writing'): train(made.config(run))
-    assert attempts(run) == [1, 2, 3]
+    assert attempts(run) == kept_attempts(run) == [1, 2, 3] and len(checkpoints(run)) == len(checkpoints(made.paused))
     ledger.fault('removed lock')
 
 

@@ -2,10 +2,16 @@
 import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
+import psutil
 import pytest
+from safetensors import SafetensorError
 
+import mmgrpo.sft as sft_room
 from mmgrpo.config import load_sft_config
-from mmgrpo.sft import weights_digest
+from mmgrpo.record import RunDirectory, RunLock
+from mmgrpo.settings import InputError
+from mmgrpo.sft import run_sft, weights_digest
+from mmgrpo.storage import StorageError
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / 'mmgrpo' / 'assets' / 'tiny'
@@ -55,18 +61,24 @@ def test_the_same_recipe_makes_the_same_bytes(made, tmp_path):
     assert sft(tmp_path).returncode == 0
     assert weights_digest(tmp_path / 'quickstart-sft' / 'model') == weights_digest(made / 'model')
 
+def killed(process:subprocess.Popen, log:Path, n:int, number:int=signal.SIGKILL) -> tuple[str, str]:
+    "End it once its log has so many lines; what it said."
+    while not log.exists() or len(log.read_bytes().splitlines()) < n: time.sleep(.01)
+    process.send_signal(number)
+    return process.communicate()
+
 def test_a_killed_warm_start_goes_on_to_the_same_bytes(made, tmp_path):
-    "In the first stage, and in the second; a second process meanwhile is refused."
-    run = tmp_path / 'quickstart-sft'
-    for n in (4, 13):                                       # lines of the log: one an update, then one every three
-        process = begun(tmp_path)
-        while not (run / 'train_log.jsonl').exists() or len((run / 'train_log.jsonl').read_bytes().splitlines()) < n: time.sleep(.01)
-        if n == 4:
-            second = sft(tmp_path)
-            assert second.returncode == 2 and 'is being written by another process' in second.stderr
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert not (run / 'model').exists()
+    "In the first stage, at whose puzzles a worker is busy that must not outlive it, and in the second; a second process meanwhile is refused."
+    run, log = tmp_path / 'quickstart-sft', tmp_path / 'quickstart-sft' / 'train_log.jsonl'
+    process = begun(tmp_path, 'data.workers=1')
+    while not log.exists(): time.sleep(.01)
+    with pytest.raises(InputError, match='is being written by another process'): RunLock(run)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    killed(process, log, 4)
+    assert not psutil.wait_procs(workers, timeout=10)[1], 'a worker was left behind'
+    ended = killed(begun(tmp_path), log, 13, signal.SIGTERM)[1].splitlines()
+    assert ended == ['mmgrpo_sft: stopped by SIGTERM'] and not (run / 'model').exists()
     last = sft(tmp_path)
     assert last.returncode == 0 and 'SFT_RESUME update=1' in last.stdout, last.stderr
     assert weights_digest(run / 'model') == weights_digest(made / 'model')
@@ -80,14 +92,62 @@ def test_a_finished_run_is_left_alone(made):
     assert other.returncode == 2 and 'choose another run.name' in other.stderr and len(other.stderr.strip().splitlines()) == 1
     assert before == {p: p.stat().st_mtime_ns for p in made.rglob('*')}
 
-def test_a_damaged_checkpoint_is_refused_by_name(made, tmp_path):
-    run = Path(shutil.copytree(made, tmp_path / 'quickstart-sft'))
-    shutil.rmtree(run / 'model')
-    path = sorted((run / 'checkpoints').iterdir())[-1] / 'weights.safetensors'
-    data = path.read_bytes()
-    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    refused = sft(tmp_path)
-    assert refused.returncode == 2 and str(path) in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    "A warm start of seconds in this process: its config, and a run that nobody disturbed."
+    monkeypatch.setattr(sft_room, 'say', lambda line: None)
+    sizes = ['model.hidden_size=64', 'model.n_layers=1', 'model.n_heads=2', 'model.n_kv_heads=1', 'model.intermediate_size=96', 'model.tower_size=32',
+             'model.tower_layers=2', 'model.bsq_dim=8', 'model.decoder_size=24', 'model.decoder_layers=1', 'pictures.updates=2', 'pictures.batch_puzzles=2',
+             'trajectories.updates=2', 'trajectories.batch_puzzles=2', 'trajectories.log_every=1', 'pictures.log_every=1', 'data.n_valid=2', 'data.workers=0']
+    def config(name): return load_sft_config(ROOT / 'configs' / 'quickstart_sft.yaml', [f'run.output={tmp_path}', f'run.name={name}', *sizes])
+    return config, run_sft(config('whole'))
+
+def fails_at(monkeypatch, name, call, error):
+    "Let one call of a function of the room fail before it does anything."
+    whole, n = getattr(sft_room, name), []
+    def wrapped(*args, **kwargs):
+        n.append(1)
+        if len(n) == call: raise error
+        return whole(*args, **kwargs)
+    monkeypatch.setattr(sft_room, name, wrapped)
+
+def test_a_warm_start_that_fails_at_any_checkpoint_goes_on(short, monkeypatch):
+    "The first one is made before there is a line; at the last call it is the folder that cannot be written."
+    config, whole = short
+    for call in range(1, 7):
+        with monkeypatch.context() as patch:
+            if call < 6: fails_at(patch, 'save_checkpoint', call, StorageError('cannot write here: No space left on device'))
+            else: fails_at(patch, 'safetensors_bytes', 1, SafetensorError('I/O error: File too large'))
+            with pytest.raises(StorageError, match='No space left|cannot write .*model: I/O error'): run_sft(config(f'cut-{call}'))
+        assert weights_digest(run_sft(config(f'cut-{call}'))) == weights_digest(whole)
+        assert lines_of(whole.parent.parent / f'cut-{call}') == lines_of(whole.parent)
+
+def test_a_damaged_checkpoint_is_passed_over(short):
+    config, whole = short
+    lines, digest, path = lines_of(whole.parent), weights_digest(whole), sorted((whole.parent / 'checkpoints').iterdir())[-1] / 'weights.safetensors'
+    shutil.rmtree(whole)
+    path.write_bytes(path.read_bytes()[:-1])
+    run_sft(config('whole'))
+    assert (weights_digest(whole), lines_of(whole.parent)) == (digest, lines)
+
+def test_a_model_that_another_process_made_meanwhile_is_left_alone(short, monkeypatch):
+    config, whole = short
+    made, said = sft_room.is_made, [False]                  # as it was when this one looked, before it waited for the lock
+    monkeypatch.setattr(sft_room, 'is_made', lambda *args: said.pop() if said else made(*args))
+    monkeypatch.setattr(sft_room, 'make_model', lambda *args: pytest.fail('it was made again'))
+    assert run_sft(config('whole')) == whole
+
+def test_another_model_in_the_place_of_a_runs_own_is_refused(short):
+    "At once, not after an hour."
+    config, whole = short
+    other = config('other')
+    with RunDirectory.open(other): pass
+    shutil.copytree(whole, whole.parent.parent / 'other' / 'model')
+    recipe = whole.parent.parent / 'other' / 'model' / 'recipe.json'
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | dict(config_sha256='0' * 64)))
+    with pytest.raises(ValueError, match='other/model is damaged, or not the model of this config'): run_sft(other)
+    recipe.unlink()
+    with pytest.raises(ValueError, match='other/model is damaged, or not the model of this config'): run_sft(other)
 
 def test_the_shipped_model_is_what_its_recipe_says():
     recipe = json.loads((SHIPPED / 'recipe.json').read_text())
