@@ -165,6 +165,7 @@ def forgetful(ops, folders) -> list:
 
 
 def test_a_disk_that_lies(life_alone, tmp_path):
+    "The harness can fail: a disk that does not sync what it says it has synced is found out."
     assert 'Error' in caught(forgetful(life_alone[0].ops, folders=False), tmp_path)
     assert 'Error' in caught(forgetful(life_alone[0].ops, folders=True), tmp_path)
 
@@ -211,6 +212,7 @@ HERE = sys.modules[__name__]
     (HERE, 'save_checkpoint', old_one_first, 'tells of updates'), (record, 'atomic_write', in_place, 'JSON'),
     (storage, 'sync_directory', lambda path, disk: None, 'not a run of ours')])
 def test_a_wrong_writer(tmp_path, monkeypatch, where, name, wrong, what):
+    "And so is each of five writers that leave out a step, or do it in another order."
     with monkeypatch.context() as patch:
         patch.setattr(where, name, wrong)
         ops = recorded(tmp_path/'life').ops

@@ -64,6 +64,7 @@ def begun(tmp_path):
 
 @pytest.mark.parametrize('section, key', **named(BOUND))
 def test_a_field_that_changes_what_is_computed(ledger, begun, section, key):
+    "One field of the config after the other: refused, with the field and both values."
     changed, before, now = other(begun, section, key)
     held = files(begun)
     for mode in ('exact', 'execution_change'):
@@ -94,12 +95,15 @@ def test_a_field_that_changes_how_it_is_computed(ledger, begun, section, key):
 
 @pytest.mark.parametrize('section, key', **named([f for f in FREE if f not in [('run', 'name'), ('run', 'output'), ('checkpoint', 'resume_mode')]]))
 def test_a_field_that_changes_nothing_of_it(begun, section, key):
+    "Names, places and logs may differ from start to start."
     changed = other(begun, section, key)[0]
     with RunDirectory.open(changed) as run: assert run.resumed
     assert changed.fingerprint() == config(begun).fingerprint()
 
 
-def test_there_are_enough_of_them(): assert len(BOUND) > 40 and len(EXECUTION) >= 7
+def test_there_are_enough_of_them():
+    "At least 25 kinds of change are tried."
+    assert len(BOUND) > 40 and len(EXECUTION) >= 7
 
 
 # --- what a config only names
@@ -133,6 +137,7 @@ def test_one_byte_of_the_cache(ledger, made, tmp_path):
 
 
 def test_one_bit_of_the_model(ledger, made, tmp_path):
+    "Refused, although the config names the same folder."
     model = Path(shutil.copytree(made.folder/'model', tmp_path/'model'))
     flipped(model/'model.safetensors', -4)
     resumed(made, tmp_path, dict(model=dict(path=str(model))), "model was '[0-9a-f]{64}', is '[0-9a-f]{64}'|was made for model")

@@ -112,6 +112,7 @@ def test_code_in_every_file_of_a_checkpoint(ledger, run, tmp_path):
 
 
 def test_code_in_the_other_files_of_a_run(ledger, run, tmp_path):
+    "Claim, config, log and summary."
     cfg, summary = config(tmp_path), run/'summary.json'
     for what, data in payloads(tmp_path/'canary').items():
         for name, start in (('.run-claim.json', lambda: RunDirectory.open(cfg)), ('config.json', lambda: RunDirectory.open(cfg)),
@@ -126,6 +127,7 @@ def test_code_in_the_other_files_of_a_run(ledger, run, tmp_path):
 
 
 def test_code_in_a_config_and_in_a_cache(ledger, made, tmp_path):
+    "In the place of a YAML config, and of the puzzles."
     cache, path = Path(shutil.copytree(made.folder/'cache', tmp_path/'cache')), tmp_path/'run.yaml'
     for what, data in payloads(tmp_path/'canary').items():
         path.write_bytes(data)
@@ -183,6 +185,7 @@ TENSOR_FILES = dict(
 
 @pytest.mark.parametrize('what', TENSOR_FILES)
 def test_a_tensor_file_that_lies(ledger, run, what):
+    "Headers of impossible lengths, shapes, types and offsets."
     last = sorted((run/'checkpoints').iterdir())[-1]
     (last/'policy.safetensors').write_bytes(TENSOR_FILES[what])
     resealed(last)
@@ -219,6 +222,7 @@ def test_json_that_is_none(ledger, run, tmp_path, what):
     {}, {'successful': 2}, {'successful': True, 'attempted': True}, {'successful': 2., 'attempted': 2.}, {'successful': '2', 'attempted': '2'}, {'successful': None, 'attempted': 2},
     {'successful': -2, 'attempted': 2}, {'successful': 3, 'attempted': 2}, {'successful': 2, 'attempted': 3}, {'successful': 10**30, 'attempted': 10**30}, {'successful': [2], 'attempted': [2]}])
 def test_counters_that_are_none(ledger, run, counters):
+    "Refused by the name of the file."
     last = sorted((run/'checkpoints').iterdir())[-1]
     (last/'state.json').write_bytes(json_bytes(counters))
     resealed(last)
@@ -258,6 +262,7 @@ def test_a_manifest_that_leads_outside(ledger, run, tmp_path, opened_files, name
 
 
 def test_a_name_of_a_group_that_leads_outside(run):
+    "A checkpoint cannot be made to write elsewhere."
     for name in ('../x', '/x', 'a/b', '', '.', 'x.safetensors'):
         with pytest.raises(ValueError, match='is no name for a group'): save_checkpoint(run, {name: {}}, state(3))
 
@@ -283,6 +288,7 @@ def peak(work) -> int:
 
 @pytest.mark.skipif(not os.access('/proc/self/clear_refs', os.W_OK), reason='measures with the /proc of Linux')
 def test_a_file_takes_twice_its_size(tmp_path):
+    "Memory at its peak, while a large checkpoint is read."
     n = 48 * 2**20
     last = save_checkpoint(tmp_path, {'policy': {'w': torch.zeros(n//4)}}, state(1))
     assert n < peak(lambda: latest_checkpoint(tmp_path)) < 2*n + 16*2**20

@@ -151,6 +151,7 @@ def test_the_evaluation_before_an_update_that_was_thrown_away(ledger, made, tmp_
 @pytest.mark.parametrize('bend', [lambda data: data[:len(data)//2], lambda data: b'', lambda data: bytes(len(data)), lambda data: data[:900] + bytes(64) + data[964:],
                                   lambda data: data + data], ids=['half', 'empty', 'zeros', 'hole', 'twice'])
 def test_an_event_file_is_made_again(ledger, made, straight, tmp_path, bend):
+    "Half, empty, zeros, a hole, everything twice: the curves are those of the undisturbed run."
     run = made.copy('paused', tmp_path)
     path = run/'tensorboard'/journal.EVENTS
     path.write_bytes(bend(path.read_bytes()))
@@ -161,6 +162,7 @@ def test_an_event_file_is_made_again(ledger, made, straight, tmp_path, bend):
 @pytest.mark.goal('R4')
 @pytest.mark.parametrize('name', ['montage.png', 'attempt-000001 (copy).png', 'attempt-000001-crop.png'])
 def test_a_picture_that_is_not_ours(ledger, made, straight, tmp_path, name):
+    "It is left alone, and the run goes on."
     run = made.copy('paused', tmp_path)
     shutil.copy(run/'pictures'/'attempt-000001.png', run/'pictures'/name)
     train(made.config(run))
@@ -253,6 +255,7 @@ def test_a_fork_that_was_killed_before_its_first_checkpoint(ledger, made, tmp_pa
 
 @pytest.mark.goal('R13')
 def test_a_declared_change_is_told_once(ledger, made, tmp_path, monkeypatch):
+    "However often a start is killed right after it told it."
     run = made.copy('paused', tmp_path)
     changed = made.config(run, dict(trainer=dict(micro_batch_rollouts=2), checkpoint=dict(resume_mode='execution_change')))
     for _ in range(3):

@@ -209,6 +209,7 @@ def patience() -> float:
     ('short', {}, "reward 'short' failed on sample 's0', rollout 0, update 4: bad_value: gave 7 values for 8 rollouts (and 7 more)"),
     ('gives', dict(what='nan'), "rollout 3, update 4: bad_value: gave nan")])
 def test_by_default_a_failure_stops_the_run_in_one_line(ledger, scorers, name, options, line):
+    "It names the reward, the sample, the rollout, the update and the reason."
     ledger.fault('bad_value of a scorer' if 'bad_value' in line else 'error of a scorer')
     with RewardRunner([Part(name, f'scorers:{name}', options=options)], 5.) as runner, pytest.raises(RewardError) as told:
         said(runner)
@@ -399,6 +400,7 @@ def test_a_server_judges_a_batch():
 @pytest.mark.goal('R15')
 @pytest.mark.parametrize('script', [[(500, b'', {})], [(503, b'busy', {}), (429, b'', {})], ['close'], ['garbage']])
 def test_what_may_pass_is_tried_again(ledger, script):
+    "Status 500, 503 and 429, a connection that closes, garbage in the place of HTTP."
     with serving(*script, rewards([1, 1, 1])) as server:
         assert http_scorer(THREE, server.url, backoff_s=.01) == [1, 1, 1]
         assert len(server.got) == len(script) + 1
@@ -416,6 +418,7 @@ def test_what_may_pass_is_tried_again(ledger, script):
     (b'', 'not JSON', 1), (b'<html>', 'not JSON', 1), (b'{"rewards": [1, 1', 'not JSON', 1), (b'[' * 1000, 'not JSON', 1),
     (b'\x80\x04\x95', 'not JSON', 1), (b' ' * 100_000, 'more than 1300 bytes', 1)])
 def test_what_a_server_does_wrong_is_an_error(ledger, step, line, tries):
+    "Wrong status, length, shape or spelling: never a reward."
     with serving(step) as server:
         with pytest.raises(ValueError, match=line.replace('[', r'\[')): http_scorer(THREE, server.url, backoff_s=.01)
         assert len(server.got) == tries
@@ -424,6 +427,7 @@ def test_what_a_server_does_wrong_is_an_error(ledger, step, line, tries):
 
 @pytest.mark.goal('R15')
 def test_a_server_that_sends_no_number_is_a_bad_value(ledger):
+    "One rollout is unscored, the others have their rewards."
     script = [b'{"rewards": [1e999, 1, 1]}', rewards(['1', 1, True]), rewards([[1], {}, 1])]
     with serving(*script) as server, RewardRunner([Part('judge', 'http', options=dict(url=server.url))], 10., 1, 'unscored') as runner:
         found = [[row['judge'].problem for row in runner.score(THREE)] for _ in script]

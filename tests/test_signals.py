@@ -140,6 +140,7 @@ def test_where_nothing_can_be_saved_it_ends_at_once(trials, straight, tmp_path):
 
 
 def test_a_commit_ends_before_the_process_does(trials, straight, tmp_path):
+    "SIGTERM in the middle of a checkpoint."
     run = tmp_path/'run'
     life = trials.live(run, grace(0), sends=[('commit', 1, 1, [TERM], 0)])
     assert (life.code, life.err.splitlines(), saved(run)) == (143, [said(TERM)], 2)
@@ -147,6 +148,7 @@ def test_a_commit_ends_before_the_process_does(trials, straight, tmp_path):
 
 
 def test_stacks_are_shown_and_nothing_else_changes(trials, straight, tmp_path):
+    "SIGUSR1."
     run, places = tmp_path/'run', [('rollout', 0), ('reward', 1), ('rollout', 'greedy'), ('commit', 2), ('backward', 3), ('finish', 'greedy')]
     life = trials.live(run, sends=[(place, when, 1, [USR1, USR1], 0) for place, when in places])
     assert life.code == 0 and life.lines[-1] == straight[0].lines[-1].replace(str(straight[1]), str(run))
@@ -156,6 +158,7 @@ def test_stacks_are_shown_and_nothing_else_changes(trials, straight, tmp_path):
 
 
 def test_a_forked_process_dies_of_the_signal_and_the_run_does_not_hear_of_it():
+    "A worker of a library is not the run."
     with StopSignals(60) as stop:
         child = os.fork()
         if child == 0:
@@ -204,6 +207,7 @@ def two_ranks(trials, run, sections=(), when='', number=None) -> list:
 
 @pytest.mark.skipif(not TORTURE, reason='nightly')
 def test_a_signal_to_one_rank_stops_both_at_the_same_update(trials, tmp_path):
+    "Two processes; only the second is sent SIGTERM."
     straight, run = tmp_path/'straight'/'run', tmp_path/'run'
     for code, _, err in two_ranks(trials, straight): assert code == 0, err
     for when in ('CHECKPOINT_COMPLETE step=0', 'CHECKPOINT_COMPLETE step=2'):

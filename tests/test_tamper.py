@@ -232,6 +232,7 @@ def test_a_checkpoint_without_a_manifest_is_passed_over(ledger, made, places):
 
 
 def test_a_file_too_many(ledger, places):
+    "Refused by its name."
     run = places[0]
     last = checkpoints(run)[-1]
     for name in ('extra', '.hidden', 'policy.safetensors.bak', 'sub/extra', 'pickle.pkl'):
@@ -244,6 +245,7 @@ def test_a_file_too_many(ledger, places):
 
 
 def test_a_whole_checkpoint_in_the_place_of_another(ledger, made, places):
+    "Sound, but of another step or run."
     run, done, _ = places
     *_, older, last = checkpoints(run)
     wanted = newest(run)
@@ -309,6 +311,7 @@ def test_nothing_sound_is_left_to_fall_back_to(ledger, made, places, tmp_path):
 
 
 def test_a_run_that_falls_back_ends_like_one_that_did_not(trials, straight, paused, tmp_path):
+    "With checkpoint.damaged: fall_back, from the checkpoint before the damaged one."
     run = copied(paused, tmp_path)
     *_, older, last = checkpoints(run)
     path = last/'optimizer.safetensors'
@@ -374,6 +377,7 @@ def test_a_log_torn_at_every_byte(trials, straight, paused, tmp_path):
 @pytest.mark.goal('R11')
 @pytest.mark.parametrize('missing', range(0, 2000, 7) if TORTURE else (0, 1, 40))
 def test_a_run_with_a_torn_log_goes_on(trials, straight, paused, tmp_path, missing):
+    "Cut somewhere behind the last checkpoint: the end is that of the undisturbed run."
     run, lines = copied(paused, tmp_path), (straight[1]/'train_log.jsonl').read_bytes().splitlines(keepends=True)
     more = b''.join(lines[PAUSE:])
     with (run/'train_log.jsonl').open('ab') as log: log.write(more[:max(0, len(more) - missing)])

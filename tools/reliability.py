@@ -60,12 +60,14 @@ def page(record:dict) -> str:
     unknown = {test['goal'] for test in record['tests'].values()} - GOALS.keys()
     if unknown: sys.exit(f'{RECORD.name}: no goal is called {min(unknown)}')
     found, m = total(list(record['tests'].values())), record['machine']
+    forged = sum(total([test for test in record['tests'].values() if test['goal'] == 'R6'])['faults'].values())
     rows = [[name, f'{value:g}'] for name, value in sorted(record['figures'].items())]
     figures = table(['figure', 'value'], rows) if rows else 'None were taken for this record: `tests/test_cost.py` takes them at full size.'
     return f'''# Reliability
 
 **{sum(found['faults'].values()):,} faults injected, {found['wrong']:,} wrong resumes.** A resume is wrong when anything differs from the run that nobody disturbed: the
 adapter, the optimizer's moments, the order of puzzles, a line of the log (without its clocks), a report, a picture, a point of a curve.
+{forged:,} of the faults are forged or random content, R6, which is read and refused; no run is trained on it.
 
 This page is written by `tools/reliability.py` from the record that the fault tests left in `docs/results/torture.json`; `make test` fails if it
 says anything else. The tests start the real `mmgrpo_train` on a tiny model, in processes forked from a warm one and in cold ones. The column
