@@ -189,19 +189,20 @@ def test_disks_of_all_sizes(trials, straight, disk, part):
     needed = sum(path.stat().st_blocks * 512 for path in straight.run.rglob('*'))
     sizes = [4096, *range(STEP, 2 * needed + STEP, STEP)]
     mine = sizes[part::10] if TORTURE else sizes[::max(1, len(sizes)//5)]
-    outcomes = []
+    outcomes = {}
     for n in mine:
         place = disk(n)
         life = trials.live(place/'run', straight.sections, blind=True)
         follows(life, straight)
         if life.code: assert_told(life, place/'run', ['ENOSPC'], n)
         if (place/'run'/'checkpoints').exists(): keeps(life, place/'run')
-        outcomes.append(life.code)
+        outcomes[n] = life.code
         resized(place, 64 << 20)
         goes_on(trials, straight, place/'run', 'full disk')
         shutil.rmtree(place/'run')
-    assert set(outcomes) <= {0, 1}
-    assert TORTURE or len(set(outcomes)) == 2, f'sizes {mine} must have been too small and large enough'
+    assert set(outcomes.values()) <= {0, 1}
+    assert outcomes.get(sizes[0], 1) == 1 and outcomes.get(sizes[-1], 0) == 0, f'the smallest is too small, the largest is not: {outcomes}'
+    assert TORTURE or len(set(outcomes.values())) == 2, f'sizes {mine} must have been too small and large enough'
 
 
 @pytest.mark.goal('R10')
