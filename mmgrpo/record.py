@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['CLAIM', 'LOCK', 'LOG', 'HIDDEN_LOG', 'CONFIG', 'PROVENANCE', 'SUMMARY', 'COMPLETE', 'SUMMARY_KEYS', 'NUMBER',
-           'CLOCKS', 'RunLock', 'read_sealed', 'check_place', 'is_claimed', 'claim_run_directory', 'record_config',
-           'check_finished', 'LogSeal', 'rewind_log', 'check_order', 'log_path', 'name_log', 'RunDirectory']
+           'CLOCKS', 'RunLock', 'read_sealed', 'check_place', 'is_claimed', 'claim_run_directory', 'config_changes',
+           'record_config', 'check_finished', 'LogSeal', 'rewind_log', 'check_order', 'log_path', 'name_log',
+           'RunDirectory']
 
 # %% ../nbs/19_record.ipynb #imports
 import fcntl, hashlib, os, re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .config import Config, run_directory
@@ -132,29 +133,7 @@ def claim_run_directory(
     _check_claim(Path(run_dir), cfg)
     return False
 
-# %% ../nbs/19_record.ipynb #record-config
-def record_config(
-    run_dir:Path|str, # claimed, and locked by us
-    cfg:Config, # this start's
-    disk:Disk=DISK, # the seam
-) -> None:
-    "Write the config at the first start, compare it at every other."
-    run_dir, recorded = Path(run_dir), _recorded_config(Path(run_dir))
-    if recorded is None and (run_dir/PROVENANCE).exists():
-        raise InputError(f'{run_dir/CONFIG} is missing, but the run was begun: put it back, or choose another run.name')
-    differences = config_differences(recorded, cfg.as_dict(), cfg.unhashed) if recorded else ()
-    if recorded and not differences: return
-    if recorded:
-        forbidden = config_differences(recorded, cfg.as_dict(), cfg.unhashed | _may_change(cfg))
-        if forbidden:
-            raise InputError(f'{run_dir} was started with another config: {"; ".join(forbidden)}{_advice(cfg)}')
-        change, path = {'changes': list(differences)}, run_dir/'execution_changes.jsonl'
-        if read_lines(path)[-1:] != [change]: append_line(path, change, disk)    # else one that was killed here did it
-    values = cfg.as_dict()
-    if 'checkpoint' in values: values['checkpoint']['resume_from'] = None    # where it came from is not what it is
-    atomic_write(run_dir/CONFIG, sealed({'config': values, 'fingerprint': cfg.fingerprint()}), disk)
-
-
+# %% ../nbs/19_record.ipynb #may-change
 def _may_change(
     cfg:Config, # this start's
 ) -> frozenset[str]: # 'section.key' that may differ from the recorded config
@@ -170,6 +149,34 @@ def _advice(
     if not cfg.execution or _may_change(cfg): return ''
     return (' (checkpoint.resume_mode=execution_change lets what only decides how it is computed differ: device, '
             'threads, processes, memory limits)')
+
+# %% ../nbs/19_record.ipynb #record-config
+def config_changes(
+    run_dir:Path|str, # claimed
+    cfg:Config, # this start's
+) -> list[str]|None: # 'section.key: old -> new'; None before the first start
+    "What differs from the config of a run, of what may; anything else is refused."
+    run_dir, recorded = Path(run_dir), _recorded_config(Path(run_dir))
+    if recorded is None and (run_dir/PROVENANCE).exists():
+        raise InputError(f'{run_dir/CONFIG} is missing, but the run was begun: put it back, or choose another run.name')
+    if recorded is None: return None
+    forbidden = config_differences(recorded, cfg.as_dict(), cfg.unhashed | _may_change(cfg))
+    if forbidden: raise InputError(f'{run_dir} was started with another config: {"; ".join(forbidden)}{_advice(cfg)}')
+    return list(config_differences(recorded, cfg.as_dict(), cfg.unhashed))
+
+
+def record_config(
+    run_dir:Path|str, # claimed, and locked by us
+    cfg:Config, # this start's
+    changes:Sequence[str]=(), # from `config_changes`
+    disk:Disk=DISK, # the seam
+) -> None:
+    "Write down what a run is computed with, and before it what changed."
+    change, path = {'changes': list(changes)}, Path(run_dir)/'execution_changes.jsonl'
+    if changes and read_lines(path)[-1:] != [change]: append_line(path, change, disk)  # else one that was killed did it
+    values = cfg.as_dict()
+    if 'checkpoint' in values: values['checkpoint']['resume_from'] = None    # where it came from is not what it is
+    atomic_write(Path(run_dir)/CONFIG, sealed({'config': values, 'fingerprint': cfg.fingerprint()}), disk)
 
 # %% ../nbs/19_record.ipynb #finished
 def check_finished(
@@ -363,11 +370,13 @@ class RunDirectory:
         self.path, self.resumed, self.complete, self.disk = Path(path), resumed, complete, disk
         self.log_path = log_path(path)
         self._lock, self._last, self._seal = lock, None, None # no line may be added before the log was rewound
+        self._change = None # of the config, declared by this start and not written down yet
 
     @classmethod
     def open(cls, cfg, disk=DISK): return _open(cls, cfg, disk)
 
     def check(self): _writable(self)
+    def record_change(self): _record_change(self)
     def close(self):
         "Give the directory back; twice is fine."
         if self._lock is not None: self._lock.close()
@@ -412,9 +421,11 @@ def _open(
         with naming(path/'checkpoints', 'sync'): sync_directory(path/'checkpoints', disk)
         for folder in (path, *sorted(filter(Path.is_dir, path.iterdir()))):
             if not folder.name.startswith(TEMP_PREFIX): sweep_temps(folder, disk)
-        record_config(path, cfg, disk)
+        if (changes := config_changes(path, cfg)) is None: record_config(path, cfg, disk=disk)
         name_log(path, cfg, disk)
-        return kind(path, resumed, False, lock, disk)
+        run = kind(path, resumed, False, lock, disk)
+        if changes: run._change = cfg, changes
+        return run
     except BaseException:
         lock.close()
         raise
@@ -437,6 +448,15 @@ def _log_of(
     "The log of a run that may be written."
     _writable(run)
     return run.log_path
+
+
+def _record_change(
+    run:RunDirectory, # opened
+) -> None:
+    "Write the declared change of this start down, if it is one."
+    path = _writable(run)
+    if run._change: record_config(path, *run._change, run.disk)
+    run._change = None
 
 # %% ../nbs/19_record.ipynb #rewind
 def _rewind(

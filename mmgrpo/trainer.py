@@ -490,8 +490,9 @@ def begin(
     state = back() if fork else TrainState() # another run's must fit before this one is pinned to it
     if fork: context.main_call('fork', lambda: run.write_sealed(FORK, dict(checkpoint=str(start))))
     context.main_call('provenance', lambda: write_origin(parts, run))
-    if start is None or fork: return Beginning(parts, state, start, fork)
-    return Beginning(parts, back(), start, False, checkpoint.state.get('log'))
+    if checkpoint and not fork: state = back()
+    context.main_call('change', lambda: run.record_change()) # nothing is left that could refuse this start
+    return Beginning(parts, state, start, fork, checkpoint.state.get('log') if checkpoint and not fork else None)
 
 # %% ../nbs/25_trainer.ipynb #go-on
 def go_on(

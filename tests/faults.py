@@ -99,7 +99,7 @@ def trial(jobs:list, policy) -> list:
             os.kill(child, sent)
             hit[living[child]].append(time.monotonic() - began)
             due.remove((at, child, sent))
-        time.sleep(.0005)
+        time.sleep(.002)
     return [dict(code=ended[n][0], seconds=ended[n][1], sent=len(hit[n]), lasted=ended[n][1] - min(hit[n], default=ended[n][1]),
                  hung=ended[n][1] > HANG_S) for n in range(len(jobs))]
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections import Counter
 
 import pytest
 from faults import CALLS, copied, follows, goes_on, keeps, outcome
@@ -75,6 +76,15 @@ def suffer(trials, brief, stages, case, place, then=None) -> None:
     shutil.rmtree(place)
 
 
+def problems(suffer_one, mine, place) -> str:
+    "What goes wrong in each of these cases, one after the other."
+    found = []
+    for n, case in enumerate(mine):
+        try: suffer_one(case, place/str(n))
+        except AssertionError as error: found.append(f'{case}: {error}')
+    return '\n'.join(found)
+
+
 def assert_told(life, run, kinds, what) -> None:
     "One line, which names a place that the user knows and the reason: that of the first call which the run could not do without."
     reasons = [os.strerror(getattr(errno, kind)) for kind in kinds]
@@ -91,11 +101,8 @@ def test_a_fault_at_every_call_of_the_disk(trials, brief, stages, tmp_path, part
     all_cases = cases(stages)
     assert {what.split()[0] for _, _, what, _ in all_cases} >= set(CALLS) - {'truncate'}
     mine = all_cases[part::20] if TORTURE else some_of_each(all_cases, 4)
-    problems = []
-    for n, case in enumerate(mine):
-        try: suffer(trials, brief, stages, case, tmp_path/str(n))
-        except AssertionError as error: problems.append(f'{case}: {error}')
-    assert not problems, '\n'.join(problems)
+    told = problems(lambda case, place: suffer(trials, brief, stages, case, place), mine, tmp_path)
+    assert not told, told
 
 
 @pytest.mark.goal('R2')
@@ -109,43 +116,49 @@ def test_two_faults(trials, brief, stages, tmp_path, number):
 
 # --- through the kernel
 
-def traced(trials, tmp_path) -> None:
-    "Skip, loudly, where strace may not hold a process."
-    if shutil.which('strace') is None: pytest.skip('NO FAULTS THROUGH THE KERNEL: strace is not installed')
-    if subprocess.run(['strace', '-qq', '-o', '/dev/null', '-e', 'trace=fsync', 'true'], capture_output=True).returncode:
-        pytest.skip('NO FAULTS THROUGH THE KERNEL: strace may not trace here')
-
-
-def system_calls(trials, brief, stages, tmp_path) -> dict:
-    "How many calls of the kernel a process that goes on makes of each kind, as strace counts them."
-    run = prepared(stages[1], tmp_path/'counted')
-    job = trials.job(run, brief.sections, strace=('-e', f'trace={",".join(KERNEL)}'))
-    assert trials.together([job])[0].code == 0
-    lines = [line.split('(')[0] for line in open(job['trace'])]
-    return {name: lines.count(name) for name in KERNEL if lines.count(name)}
-
-
 KERNEL = dict(fsync=('EIO', 'ENOSPC', 'EDQUOT', 'EINTR'), write=('EIO', 'ENOSPC', 'EDQUOT', 'EINTR'), rename=('EIO', 'ENOSPC'), openat=('EIO', 'EINTR'),
               close=('EIO',), mkdir=('ENOSPC',), unlink=('EIO',))
 
 
+def system_calls(trials, brief, stage, place) -> list:
+    "The calls of the kernel that a stage makes, in their order, as strace tells them."
+    job = trials.job(prepared(stage, place), brief.sections, stop=stage[1], strace=('-e', f'trace={",".join(KERNEL)}'))
+    assert trials.together([job])[0].code == 0
+    return [line.partition('(')[0] for line in open(job['trace'])]
+
+
+@pytest.fixture(scope='session')
+def kernel_cases(trials, brief, stages, tmp_path_factory) -> list:
+    "(stage, call, which of its kind, kind of fault), all that can be; skipped, loudly, where strace may not hold a process."
+    if shutil.which('strace') is None: pytest.skip('NO FAULTS THROUGH THE KERNEL: strace is not installed')
+    if subprocess.run(['strace', '-qq', '-o', '/dev/null', '-e', 'trace=fsync', 'true'], capture_output=True).returncode:
+        pytest.skip('NO FAULTS THROUGH THE KERNEL: strace may not trace here')
+    counts = [Counter(system_calls(trials, brief, stage, tmp_path_factory.mktemp('counted'))) for stage in stages]
+    return [(stage, name, at, kind) for stage, count in enumerate(counts) for name, kinds in KERNEL.items()
+            for at in range(1, count[name] + 1) for kind in (*kinds, 'KILL')]
+
+
+def suffer_in_the_kernel(trials, brief, stages, case, place) -> None:
+    "As `suffer`; the fault may also hit what is not the run's: its output, a library that is read late."
+    number, name, at, kind = case
+    run, how = prepared(stages[number], place), 'signal=KILL' if kind == 'KILL' else f'error={kind}'
+    life = trials.live(run, brief.sections, stop=stages[number][1], strace=('-e', f'trace={name}', '-e', f'inject={name}:{how}:when={at}'))
+    follows(life, brief)
+    ends = {'KILL': (0, -signal.SIGKILL), 'EINTR': (0, 1) if name == 'openat' else (0,)}       # a folder that is listed is not opened again
+    assert life.code in ends.get(kind, (0, 1)), life.err
+    if life.code == 1: assert os.strerror(getattr(errno, kind)) in life.err and '.tmp-' not in life.err, life.err
+    if (run/'checkpoints').exists(): keeps(life, run)
+    goes_on(trials, brief, run, f'{kind} by strace')
+    shutil.rmtree(place)
+
+
 @pytest.mark.goal('R2')
-def test_faults_through_the_kernel(trials, brief, stages, tmp_path):
-    "The same with strace, which also reaches what the interpreter does after EINTR: it goes on."
-    traced(trials, tmp_path)
-    counts, chance = system_calls(trials, brief, stages, tmp_path), random.Random(0)
-    for n in range(size(8, 1000)):
-        name = chance.choice(sorted(counts))
-        kind = chance.choice((*KERNEL[name], 'KILL'))
-        how = f'{name}:signal=KILL' if kind == 'KILL' else f'{name}:error={kind}'
-        run = prepared(stages[1], tmp_path/str(n))
-        life = trials.live(run, brief.sections, strace=('-e', f'trace={name}', '-e', f'inject={how}:when={chance.randint(1, counts[name])}'))
-        follows(life, brief)
-        assert life.code in ((0, -signal.SIGKILL) if kind == 'KILL' else (0, 1)), (how, life.err)
-        if kind == 'EINTR': assert life.code == 0, (how, life.err)
-        elif life.code == 1: assert os.strerror(getattr(errno, kind)) in life.err and '.tmp-' not in life.err, (how, life.err)
-        keeps(life, run)
-        goes_on(trials, brief, run, f'{kind} by strace')
+@pytest.mark.parametrize('part', range(size(1, 20)))
+def test_faults_through_the_kernel(trials, brief, stages, kernel_cases, tmp_path, part):
+    "The same with strace, at every call of the system: also where the interpreter goes on after EINTR, and where a library writes."
+    mine = kernel_cases[part::20] if TORTURE else random.Random(0).sample(kernel_cases, 8)
+    told = problems(lambda case, place: suffer_in_the_kernel(trials, brief, stages, case, place), mine, tmp_path)
+    assert not told, told
 
 
 @pytest.mark.goal('R2')

@@ -86,7 +86,9 @@ def test_a_field_that_changes_how_it_is_computed(ledger, begun, section, key):
     with pytest.raises(InputError, match=f'{section}.{key}: .* -> .*execution_change lets what only decides how it is computed differ'): RunDirectory.open(changed)
     assert files(begun) == held
     declared = make_config(changed.as_dict() | {'checkpoint': changed.as_dict()['checkpoint'] | {'resume_mode': 'execution_change'}})
-    with RunDirectory.open(declared) as run: assert run.resumed
+    with RunDirectory.open(declared) as run:
+        assert run.resumed and files(begun) == held             # the start may be refused yet
+        run.record_change()
     (line,) = read_lines(begun/'run'/'execution_changes.jsonl')
     assert len(line['changes']) == 1 and line['changes'][0].startswith(f'{section}.{key}: ')
     with pytest.raises(InputError, match=f'{section}.{key}'): RunDirectory.open(config(begun))     # what was recorded last is what counts

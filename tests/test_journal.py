@@ -8,13 +8,14 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from faults import checkpoints, curves, outcome
+from faults import checkpoints, curves, files, outcome
 from tiny import made, train  # noqa: F401
 
 import mmgrpo.journal as journal
 import mmgrpo.record as record
 import mmgrpo.trainer as trainer
 from mmgrpo.artifact import kept_attempts
+from mmgrpo.checkpoint import latest_checkpoint
 from mmgrpo.record import HIDDEN_LOG, LOG, log_path
 from mmgrpo.settings import InputError
 from mmgrpo.storage import DISK, StorageError, read_lines
@@ -266,6 +267,22 @@ def test_a_declared_change_is_told_once(ledger, made, tmp_path, monkeypatch):
     train(changed, stop_after_updates=1)
     assert len(read_lines(run/'execution_changes.jsonl')) == 1
     ledger.fault('changed field', 3)
+
+
+@pytest.mark.goal('R13')
+def test_a_declared_change_of_a_start_that_is_refused(ledger, made, tmp_path):
+    "It never happened: without it the run goes on as if nobody had tried."
+    run = made.copy('paused', tmp_path)
+    weights = latest_checkpoint(run)/'policy.safetensors'
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    held = files(run)
+    with pytest.raises(ValueError, match='policy.safetensors'):
+        train(made.config(run, dict(trainer=dict(micro_batch_rollouts=2), checkpoint=dict(resume_mode='execution_change'))))
+    assert files(run) == held
+    weights.write_bytes(whole)
+    train(made.config(run))
+    ledger.judge('changed field', run, outcome(run), outcome(made.done))
 
 
 @pytest.mark.goal('R5')

@@ -110,7 +110,7 @@ def forgeries(target, path, chance):
     "(what, its bytes, how to make it where that takes more than bytes)."
     data = path.read_bytes()
     for at in bytes_to_change(path.name, data, 2000 if TORTURE else 160, chance):
-        yield f'bit of byte {at}', data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1:]
+        for bit in chance.sample(range(8), 3 if TORTURE else 1): yield f'bit {bit} of byte {at}', data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1:]
     for at in sorted({0, 1, len(data)//2, len(data) - 1, *range(0, len(data), 512 if TORTURE else 4096)}): yield f'cut at {at}', data[:at]
     for what, end in {'a line': b'\n', 'a zero': b'\0', 'itself': data, 'a page': bytes(4096)}.items(): yield f'longer by {what}', data + end
     yield 'zeros', bytes(len(data))
