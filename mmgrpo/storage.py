@@ -490,9 +490,15 @@ def write_manifest(
 ) -> None:
     "List every file of a directory with size and hash, as the last file written into it."
     folder = Path(folder)
-    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob('*') if not p.is_dir()}
-    listed = {key: {'size': len(data), 'sha256': sha256(data)} for key, data in files.items()}
+    listed = {p.relative_to(folder).as_posix(): _says(p.read_bytes()) for p in folder.rglob('*') if not p.is_dir()}
     write_file(folder/name, sealed({'format': 1, **extra, 'files': listed}), disk)
+
+
+def _says(
+    data:bytes, # a file's content; one at a time, for they are large
+) -> dict: # its entry in a manifest
+    "What a manifest says of a file."
+    return {'size': len(data), 'sha256': sha256(data)}
 
 # %% ../nbs/12_storage.ipynb #read-folder
 def read_folder(

@@ -141,8 +141,8 @@ def test_a_kill_and_then_a_power_cut(ledger, life_alone, tmp_path):
     for at in range(1, calls) if TORTURE else sorted(chance.sample(range(1, calls), 40)):
         first = recorded(tmp_path/f'life-{at}', at)
         assert files(tmp_path/f'life-{at}') == life_alone[1]
-        states = list(crash_states(first.ops, chance, 16, first.start))
-        for said, tree in chance.sample(states, min(len(states), 160 if TORTURE else 36)):
+        states = list(crash_states(first.ops, chance, 24 if TORTURE else 16, first.start))
+        for said, tree in chance.sample(states, min(len(states), 200 if TORTURE else 36)):
             check(said, tree, tmp_path/'state')
             ledger.fault('power cut after a kill')
         shutil.rmtree(tmp_path/f'life-{at}')
