@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .core import Prompt, stream
 from .settings import InputError
-from .storage import (DISK, Disk, filling, naming, publish_directory, read_file, remove_directory, sealed,
-    sha256, sweep_orphans, tensor_bytes, unseal, write_file)
+from .storage import (DISK, Disk, StorageError, filling, naming, publish_directory, read_file, remove_directory,
+    sealed, sha256, sweep_orphans, tensor_bytes, unseal, write_file)
 from .verifier import check_gold
 
 # %% ../nbs/18_data.ipynb #row
@@ -245,6 +245,8 @@ class PackedTrajectoryCache:
         try: self._file = safetensors.safe_open(self.root/TENSORS, framework='np')
         except safetensors.SafetensorError as error:
             raise ValueError(f'{self.root/TENSORS} is not a valid safetensors file: {error}') from error
+        except OSError as error:                        # of any kind: safetensors always says that there is no file
+            raise StorageError(f'{self.root/TENSORS} could be read and cannot be opened again') from error
         self._columns = {name: _Mapped(self._file, name) if name in FIXED else self._file.get_tensor(name)
                          for name in self._file.keys()}
         _check_columns(self._columns, self.facts, self.root/TENSORS)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .config import Config, run_directory
-from .settings import InputError, config_differences
+from .settings import InputError, config_differences, first_few
 from .storage import (DISK, MOST_LOG, TEMP_PREFIX, Disk, append_line, atomic_write, check_writable, create_file,
     finite_or_null, json_bytes, make_directory, naming, parse_json, publish_folder, read_file, read_folder, read_lines,
     sealed, sweep_temps, sync_directory, unseal)
@@ -96,7 +96,7 @@ def _check_claim(
     recorded = _recorded_config(run_dir)
     differences = config_differences(recorded, cfg.as_dict(), cfg.unhashed) if recorded else ()
     raise InputError(f'{run_dir} belongs to config {theirs["fingerprint"][:12]}, this is {mine["fingerprint"][:12]}'
-                     + (f' ({"; ".join(differences)})' if differences else '') + ': choose another run.name')
+                     + (f' ({first_few(differences)})' if differences else '') + ': choose another run.name')
 
 # %% ../nbs/19_record.ipynb #claim
 def check_place(
@@ -161,7 +161,7 @@ def config_changes(
         raise InputError(f'{run_dir/CONFIG} is missing, but the run was begun: put it back, or choose another run.name')
     if recorded is None: return None
     forbidden = config_differences(recorded, cfg.as_dict(), cfg.unhashed | _may_change(cfg))
-    if forbidden: raise InputError(f'{run_dir} was started with another config: {"; ".join(forbidden)}{_advice(cfg)}')
+    if forbidden: raise InputError(f'{run_dir} was started with another config: {first_few(forbidden)}{_advice(cfg)}')
     return list(config_differences(recorded, cfg.as_dict(), cfg.unhashed))
 
 
@@ -190,7 +190,7 @@ def check_finished(
     recorded = _recorded_config(run_dir)
     if recorded is None: raise RuntimeError(f'{run_dir} has a {SUMMARY} but no {CONFIG}: it is not a run of ours')
     differences = config_differences(recorded, cfg.as_dict(), cfg.unhashed | cfg.execution)
-    if differences: raise InputError(f'completed GRPO run config differs in {run_dir}: {"; ".join(differences)}')
+    if differences: raise InputError(f'completed GRPO run config differs in {run_dir}: {first_few(differences)}')
     try: read_folder(run_dir/'adapter', COMPLETE)
     except (FileNotFoundError, ValueError) as error:
         raise RuntimeError(f'completed GRPO run has no committed adapter: {error}') from error

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Text', 'Texts', 'Count', 'Whole', 'Positive', 'NonNegative', 'Share', 'Seed', 'NAME_RULE', 'InputError',
            'ConfigError', 'one_line', 'YamlLoader', 'parse_yaml', 'Section', 'listed', 'legal', 'shown', 'suggestion',
-           'fault_line', 'item_fault', 'fingerprint_of', 'config_differences', 'apply_overrides', 'read_text']
+           'fault_line', 'item_fault', 'fingerprint_of', 'config_differences', 'first_few', 'apply_overrides',
+           'read_text']
 
 # %% ../nbs/01_settings.ipynb #imports
 import difflib
@@ -204,6 +205,15 @@ def config_differences(
     counted = [path for path in paths if path not in without and path.partition('.')[0] not in without]
     return tuple(f'{path}: {shown(flat[0].get(path))} -> {shown(flat[1].get(path))}'
                  for path in counted if flat[0].get(path) != flat[1].get(path))
+
+
+def first_few(
+    differences:Sequence[str], # from `config_differences`
+    most:int=12, # that are named
+) -> str: # one line
+    "Differences for a person: the first ones, and how many more there are."
+    rest = [f'and {len(differences) - most} more'] if len(differences) > most else []
+    return '; '.join([*differences[:most], *rest])
 
 # %% ../nbs/01_settings.ipynb #overrides
 def apply_overrides(
