@@ -35,7 +35,7 @@ from .evaluate import CONDITIONS, compare, picture_notes, picture_strip
 from .record import RunDirectory, log_path, read_sealed
 from .setup import Parts, on_terminal
 from .storage import (Disk, atomic_write, finite_or_null, json_bytes, make_directory,
-    naming, parse_json, read_file, read_lines, write_all)
+    naming, parse_json, read_file, read_lines, sweep_temps, write_all)
 
 # %% ../nbs/24_journal.ipynb #state
 @dataclass(frozen=True)
@@ -210,7 +210,8 @@ def drop_pictures_after(
     attempted:int, # of the checkpoint that the run goes on from
     disk:Disk, # the seam
 ) -> None:
-    "Remove drawings of updates that a crash took back, with their notes."
+    "Remove drawings of updates that a crash took back, with their notes, and what was left half drawn."
+    if (folder := run_dir/'pictures').is_dir(): sweep_temps(folder, disk)
     doomed = [path for path in kept_pictures(run_dir) if update_of(path) > attempted]
     for path in filter(Path.exists, [*doomed, *(path.with_suffix('.json') for path in doomed)]):
         with naming(path, 'remove'): disk.unlink(path)

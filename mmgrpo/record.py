@@ -419,8 +419,7 @@ def _open(
         resumed = not claim_run_directory(path, cfg, disk)
         check_writable(make_directory(path/'checkpoints', disk), disk)
         with naming(path/'checkpoints', 'sync'): sync_directory(path/'checkpoints', disk)
-        for folder in (path, *sorted(filter(Path.is_dir, path.iterdir()))):
-            if not folder.name.startswith(TEMP_PREFIX): sweep_temps(folder, disk)
+        for folder in (path, path/'checkpoints'): sweep_temps(folder, disk)
         if (changes := config_changes(path, cfg)) is None: record_config(path, cfg, disk=disk)
         name_log(path, cfg, disk)
         run = kind(path, resumed, False, lock, disk)

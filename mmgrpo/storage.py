@@ -93,6 +93,14 @@ def temp_name(
     return path.with_name(f'{TEMP_PREFIX}{path.name}-{secrets.token_hex(4)}')
 
 
+def _is_temp(
+    path:Path, # whatever it is
+    start:str='', # of the final name
+) -> bool:
+    "Whether `temp_name` made this name; somebody else's may start like it."
+    return re.fullmatch(f'{re.escape(TEMP_PREFIX + start)}.*-[0-9a-f]{{8}}', path.name) is not None
+
+
 @contextlib.contextmanager
 def _discarding(
     temp:Path, # a temporary file, there or not
@@ -298,8 +306,8 @@ def sweep_temps(
     path:Path|str, # a directory of which the caller is the only writer
     disk:Disk=DISK, # the seam
 ) -> list[str]: # final names that the leftovers were meant for, sorted
-    "Remove what an earlier process left half done, which is only ever under a temporary name."
-    left = sorted(p for p in Path(path).iterdir() if p.name.startswith(TEMP_PREFIX))
+    "Remove what an earlier process left half done, which only ever has a name of `temp_name`."
+    left = sorted(p for p in Path(path).iterdir() if _is_temp(p))
     for temp in left:
         with naming(f'what was left of {_meant(temp)} in {path}', 'remove'): _remove_tree(temp, disk)
     return [_meant(temp) for temp in left]
@@ -311,8 +319,8 @@ def sweep_orphans(
     disk:Disk=DISK, # the seam
 ) -> list[str]: # final names, sorted
     "Remove directories that a dead process was filling; those of a living one are locked and stay."
-    ours, swept = re.compile(f'{re.escape(TEMP_PREFIX + start)}.*-[0-9a-f]{{8}}'), []
-    for temp in sorted(p for p in Path(path).iterdir() if ours.fullmatch(p.name) and not p.is_symlink() and p.is_dir()):
+    swept = []
+    for temp in sorted(p for p in Path(path).iterdir() if _is_temp(p, start) and not p.is_symlink() and p.is_dir()):
         with naming(f'what was left of {_meant(temp)} in {path}', 'remove'), \
                 contextlib.suppress(BlockingIOError, FileNotFoundError):        # being filled, or just published
             lock = _locked(temp, disk)

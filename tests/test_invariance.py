@@ -148,6 +148,19 @@ def test_a_part_on_another_disk(trials, straight, paused, tmp_path, name):
 
 
 @pytest.mark.goal('R14')
+def test_what_somebody_linked_into_a_run_is_left_alone(trials, straight, paused, tmp_path):
+    "Whatever its names look like: a start removes what it left half done itself, and nothing else."
+    run, elsewhere = copied(paused, tmp_path), tmp_path/'elsewhere'
+    (elsewhere/'.tmp-cache-0123abcd').mkdir(parents=True)
+    for name in ('.tmp-cache-0123abcd/x', '.tmp-results.csv', '.tmp-summary.json-0123abcd'): (elsewhere/name).write_text('mine')
+    (run/'results').symlink_to(elsewhere)
+    trials.ended(run, straight.sections)
+    assert len(files(elsewhere)) == 3
+    (run/'results').unlink()
+    goes_on(trials, straight, run, 'link')
+
+
+@pytest.mark.goal('R14')
 def test_a_read_only_run_is_left_alone(trials, straight, paused, tmp_path):
     "Not a byte of it changes."
     run = copied(paused, tmp_path)
