@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from .record import log_path
 from .settings import InputError
-from .storage import (DISK, MOST_LOG, Disk, json_bytes, parse_json, parse_tensors, publish_folder, read_file,
-    read_folder, remove_directory, tensor_bytes, unseal, write_file)
+from .storage import (DISK, MOST_LOG, Disk, StorageError, is_unreadable, json_bytes, parse_json, parse_tensors,
+    publish_folder, read_file, read_folder, remove_directory, tensor_bytes, unseal, write_file)
 
 # %% ../nbs/20_checkpoint.ipynb #name
 MANIFEST, STATE = 'MANIFEST', 'state.json'
@@ -85,14 +85,23 @@ def _state(
     if name != path.parent.name: raise ValueError(f'{path} is the state of {name}')
     return state
 
-
+# %% ../nbs/20_checkpoint.ipynb #damage
 def damage(
     path:Path|str, # a checkpoint's directory, or what lies in its place
 ) -> str|None: # None when it is sound
     "Why a checkpoint cannot be used."
     try: load_checkpoint(path)
-    except (FileNotFoundError, ValueError) as error: return str(error)
+    except (OSError, ValueError, StorageError) as error:
+        if not _is_damage(error): raise
+        return str(error)
     return None
+
+
+def _is_damage(
+    error:Exception, # raised while something was read
+) -> bool: # False: nothing is known of what should have been read
+    "Whether an error says that what lies there is wrong, gone or lost."
+    return isinstance(error, (FileNotFoundError, ValueError)) or is_unreadable(error)
 
 # %% ../nbs/20_checkpoint.ipynb #save
 def save_checkpoint(
@@ -202,14 +211,16 @@ def _first_kept(
         sound += known or damage(rolling[at]) is None
     return at
 
-
+# %% ../nbs/20_checkpoint.ipynb #is-rolling
 def _is_rolling(
     path:Path, # named like a checkpoint
 ) -> bool: # False for permanent ones and for whatever has no sound manifest of ours
     "Whether a checkpoint may ever be removed."
     if path.is_symlink() or not (path/MANIFEST).is_file(): return False
     try: manifest = unseal(read_file(path/MANIFEST), path/MANIFEST)
-    except ValueError: return False                      # damaged: evidence, not rubbish
+    except (ValueError, StorageError) as error:
+        if not _is_damage(error): raise
+        return False                                     # damaged: evidence, not rubbish
     return manifest.get('name') == path.name and manifest.get('permanent') is False
 
 # %% ../nbs/20_checkpoint.ipynb #names-of

@@ -200,7 +200,7 @@ class CheckpointSection(Section):
     "When the run is saved, and what it goes on from."
     resume_from:Optional[Text] = Field(None, description="another run's checkpoint to start from; the run's own wins")
     resume_mode:Literal['exact', 'execution_change'] = Field(
-        'exact', description='execution_change lets a start differ in device, precision, TF32, threads, processes, '
+        'exact', description='execution_change lets a start differ in device, TF32, threads, processes, '
                              'memory limits, reward.workers/timeout_s/on_error, code and library versions; it goes on, '
                              'but not to the same bits')
     every_minutes:Optional[NonNegative] = Field(None, description='save when the last is this old; null is never')
@@ -269,9 +269,8 @@ class RLConfig(Config):
     unhashed:ClassVar[frozenset[str]] = frozenset({
         'run.name', 'run.output', 'data.cache_root', 'model.path', 'model.initial_adapter', 'checkpoint', 'logging'})
     execution:ClassVar[frozenset[str]] = frozenset({
-        'trainer.world_size', 'trainer.device', 'trainer.cpu_threads', 'trainer.tf32', 'trainer.precision',
-        'trainer.micro_batch_rollouts', 'trainer.text_projection_chunk_size', 'reward.workers', 'reward.timeout_s',
-        'reward.on_error'})
+        'trainer.world_size', 'trainer.device', 'trainer.cpu_threads', 'trainer.tf32', 'trainer.micro_batch_rollouts',
+        'trainer.text_projection_chunk_size', 'reward.workers', 'reward.timeout_s', 'reward.on_error'})
 
     def contradictions(self):
         "Yield one `section.key: why` for each pair of fields that cannot both hold."

@@ -97,7 +97,8 @@ def say(
     line:str, # without a line break
 ) -> None:
     "A line for people and for scripts, whole even where several processes write."
-    with tqdm.external_write_mode(file=sys.stdout):
+    if sys.stdout is None: return # closed by whoever started us
+    with tqdm.external_write_mode(file=sys.stdout), naming('standard output', 'write to'):
         sys.stdout.write(f'{line}\n')
         sys.stdout.flush()
 

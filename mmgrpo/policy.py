@@ -674,10 +674,12 @@ class UniARFiles(UniARModules):
     @torch.no_grad()
     def load_trainable(self, state:Mapping[str,Tensor]) -> None:
         "Copy a checkpoint's tensors into the parameters."
-        mine = self.trainable()
-        if wrong := shapes(mine) ^ shapes(state):
+        self.check_trainable(state)
+        for name, p in self.trainable().items(): p.copy_(state[name])
+    def check_trainable(self, state:Mapping[str,Tensor]) -> None:
+        "Refuse a checkpoint's tensors that are not of the shapes trained here."
+        if wrong := shapes(self.trainable()) ^ shapes(state):
             raise ValueError(f'checkpoint: tensors are not those trained here: {sorted(wrong)[:4]}')
-        for name, p in mine.items(): p.copy_(state[name])
     def adapter_files(self) -> dict[str,bytes]:
         "The adapter as PEFT reads it, ready to be written."
         if self.peft is None: raise ValueError('this policy has no adapter; its weights are trained themselves')

@@ -246,7 +246,7 @@ class StopSignals(StopWish):
 
     def __exit__(self, *error):
         self._open = False
-        self._heard.put(None)
+        self._heard.put((None, True))
         if self._before: self._clock.join(1.) # it may be held up by a terminal; what it does later is nothing
         for number, handler in self._before.items(): signal.signal(number, handler)
 
@@ -254,17 +254,17 @@ class StopSignals(StopWish):
         if os.getpid() != self._pid: # a process that was forked inside the block
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        if self.asked is None: self._heard.put(signum) # may be called in the middle of anything, as few things may
+        if self.asked is None: self._heard.put((signum, self.saved)) # may be called in the middle of anything
         if self._open: self.hear(signum)
         else: self.asked = self.asked or signum # too late to leave by `Stopped`; whoever opened the block can look
 
     def _run_clock(self):
-        signum, wait = self._heard.get(), min(self.grace_s, threading.TIMEOUT_MAX)
+        (signum, at_once), wait = self._heard.get(), min(self.grace_s, threading.TIMEOUT_MAX)
         with contextlib.suppress(OSError, ValueError): # a terminal that is gone must not stop the clock
             line = f'stops after this update, in {wait:g} s at the latest; at once when sent again'
-            if signum and wait and not self.saved: tqdm.write(f'{signal.Signals(signum).name}: {line}', file=sys.stderr)
+            if wait and not at_once: tqdm.write(f'{signal.Signals(signum).name}: {line}', file=sys.stderr)
         while signum:
-            try: signum = self._heard.get(timeout=wait)
+            try: signum, _ = self._heard.get(timeout=wait)
             except queue.Empty:
                 signal.pthread_kill(threading.main_thread().ident, signum) # ends a sleep or a read, too
                 wait = 1. # and again, if that was lost in some callback

@@ -6,7 +6,7 @@
 __all__ = ['ENVIRONMENT', 'save_example_model', 'example_config', 'load_policy', 'load_pixel_decoder', 'on_terminal',
            'prepare_cache', 'puzzles', 'puzzle_facts', 'open_cache', 'Parts', 'build', 'source_fingerprint',
            'provenance', 'decoder_digest', 'versions', 'environment', 'score_batch', 'views_of', 'batch_metrics',
-           'run_reference', 'write_origin', 'pin_environment']
+           'run_reference', 'write_origin', 'computed_with', 'pin_environment']
 
 # %% ../nbs/23_setup.ipynb #imports
 import contextlib, platform, sys
@@ -327,6 +327,13 @@ def write_origin(
     pin_environment(run, environment(parts), parts.cfg.checkpoint.resume_mode == 'execution_change')
     fill = lambda temp: write_file(temp/'reference.safetensors', tensor_bytes(reference.state))
     if not (run.path/'reference').is_dir(): run.publish('reference', fill, reference.descriptor())
+
+# %% ../nbs/23_setup.ipynb #environment-pin
+def computed_with(
+    parts:Parts, # of this start
+) -> str: # 64 hex digits
+    "All that a declared change may change."
+    return fingerprint_of(dict(config=dict(hash=parts.cfg.fingerprint()), environment=environment(parts)))
 
 
 def pin_environment(

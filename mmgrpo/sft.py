@@ -6,13 +6,14 @@
 __all__ = ['TAGS', 'RECIPE', 'task_texts', 'make_tokenizer', 'small_config', 'DrawingLimits', 'new_policy', 'Puzzles', 'watch',
            'batches', 'stage_batches', 'straight_through', 'picture_loss', 'learning_rate', 'Stage', 'minimise',
            'tokenizer_parameters', 'picture_stage', 'reference_letters', 'words', 'reference_parts', 'reference_batch',
-           'reference_loss', 'trajectory_stage', 'Held', 'held_out', 'measure', 'weights_digest', 'current_umask',
-           'write_model_folder', 'fill_model_folder', 'Reporter', 'all_weights', 'save', 'restore', 'is_made',
-           'run_sft', 'make_model', 'picture_quality']
+           'reference_loss', 'trajectory_stage', 'Held', 'held_out', 'measure', 'weights_digest', 'file_digests',
+           'current_umask', 'write_model_folder', 'fill_model_folder', 'Reporter', 'all_weights', 'save', 'restore',
+           'is_made', 'run_sft', 'make_model', 'picture_quality']
 
 # %% ../nbs/27_sft.ipynb #imports
 import math
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from .evaluate import encode_pictures, reference_texts
 from .journal import say
 from .pixels import PixelDecoder, preprocess, psnr
 from .policy import UniARPolicy, collate, make_prompt, prompt_text, quietly
+from .process import StopSignals, StopWish
 from .puzzle import LETTERS, QUESTION, Puzzle, make_puzzle, plan_text, readback_text
 from .record import PROVENANCE, RunDirectory, is_claimed
 from .rollout import GRPORolloutController, teacher_rollout
@@ -137,27 +139,38 @@ def watch(
     def look():
         while os.getppid() == parent: time.sleep(.2)
         os._exit(1)
+    for asked in (signal.SIGTERM, signal.SIGINT): signal.signal(asked, signal.SIG_IGN) # the parent decides
     threading.Thread(target=look, daemon=True).start()
 
+# %% ../nbs/27_sft.ipynb #batches
 def batches(
     puzzles:Puzzles,
-    size:int,       # puzzles a batch
-    workers:int=1,  # processes that make puzzles; 0 makes them here
+    size:int,                # puzzles a batch
+    workers:int=1,           # processes that make puzzles; 0 makes them here
+    stop:StopWish=StopWish() # heard between what the processes tell each other, never within
 ) -> Iterator[list[Puzzle]]:
-    "The puzzles in order, `size` at a time."
-    ahead = dict(prefetch_factor=4, worker_init_fn=partial(watch, os.getpid())) if workers else {}
-    return iter(DataLoader(puzzles, size, num_workers=workers, collate_fn=list, **ahead))
+    "The puzzles in order, `size` at a time; closing it ends the workers."
+    ahead, source = dict(prefetch_factor=4, worker_init_fn=partial(watch, os.getpid())) if workers else {}, None
+    try:
+        with stop.commit(): source = iter(DataLoader(puzzles, size, num_workers=workers, collate_fn=list, **ahead))
+        while True:
+            with stop.commit(): made = next(source, None)
+            if made is None: return
+            yield made
+    finally:
+        with stop.commit(): del source
 
 # %% ../nbs/27_sft.ipynb #stage-batches
 def stage_batches(
     section,     # a stage's: updates, batch_puzzles
     data,        # the `data` section
     start:int=0, # updates done before
+    stop:StopWish=StopWish(), # of `batches`
 ) -> Iterator[list[Puzzle]]:
     "Every batch of a stage from there on, one an update."
     size, left = section.batch_puzzles, section.updates - start
     puzzles = Puzzles(data.puzzle_seed, start * size, left * size, data.same_photo_distractors)
-    return batches(puzzles, size, data.workers)
+    return batches(puzzles, size, data.workers, stop)
 
 # %% ../nbs/27_sft.ipynb #picture-loss
 def straight_through(
@@ -236,11 +249,11 @@ def picture_stage(
     policy:UniARPolicy,    # its tower is trained
     decoder:PixelDecoder,  # trained
     cfg:SFTConfig,
+    source:Iterator,       # batches of puzzles, from `stage_batches`
     start:int=0,           # updates done before
     moments:Mapping={},    # after these
 ) -> Stage:
     "Stage one."
-    source = stage_batches(cfg.pictures, cfg.data, start)
     def losses(step):
         made = next(source)
         parts = [picture_loss(policy.model, decoder, pictures)
@@ -318,13 +331,13 @@ def reference_loss(
 def trajectory_stage(
     policy:UniARPolicy, # with a frozen tower
     cfg:SFTConfig,
+    source:Iterator,    # batches of puzzles, from `stage_batches`
     start:int=0,        # updates done before
     moments:Mapping={}, # after these
 ) -> Stage:
     "Stage two."
     section, data, machine = cfg.trajectories, cfg.data, GRPORolloutController(policy).machine
     template = make_prompt(policy, 'template', make_puzzle('train', data.puzzle_seed, 0).question, QUESTION)
-    source = stage_batches(section, data, start)
     def losses(step):
         puzzles, noise = next(source), stream('references', cfg.run.seed, step).random((section.batch_puzzles, 4))
         letters = [reference_letters(p.gold, n, data.misread_frac, data.wrong_piece_frac)
@@ -378,12 +391,19 @@ def weights_digest(folder:Path) -> str: # 64 hex digits
     files = [folder / name for name in ('model.safetensors', 'pixel_decoder.safetensors')]
     return sha256(b''.join(read_file(file, 1 << 40) for file in files))
 
+def file_digests(
+    folder:Path, # a model folder
+) -> dict[str, str]: # SHA-256 by name, of all that the recipe is not
+    "What a recipe says of the files beside it."
+    return {file.name: sha256(read_file(file, 1 << 40)) for file in sorted(folder.iterdir()) if file.name != RECIPE}
+
 def current_umask() -> int:
     "What the process takes away from file modes."
     umask = os.umask(0)
     os.umask(umask)
     return umask
 
+# %% ../nbs/27_sft.ipynb #write-folder
 def write_model_folder(
     folder:Path,           # must not exist
     policy:UniARPolicy,
@@ -394,7 +414,8 @@ def write_model_folder(
     with filling(folder) as temp:
         try: fill_model_folder(temp, policy, decoder)
         except (OSError, SafetensorError) as error: raise StorageError(f'cannot write {folder}: {error}') from error
-        write_file(temp / RECIPE, json_bytes(recipe | dict(weights_sha256=weights_digest(temp)), indent=1))
+        proof = dict(weights_sha256=weights_digest(temp), files=file_digests(temp))
+        write_file(temp / RECIPE, json_bytes(recipe | proof, indent=1))
         return publish_directory(temp, folder)
 
 def fill_model_folder(
@@ -489,7 +510,8 @@ def is_made(
     try:
         recipe, weights = parse_json(read_file(model / RECIPE), model / RECIPE), weights_digest(model)
         sound = (recipe['weights_sha256'], recipe['config_sha256']) == (weights, cfg.fingerprint())
-    except (OSError, LookupError, TypeError, ValueError, StorageError): sound = False
+        sound &= recipe.get('files', {}).items() <= file_digests(model).items() # a first version did not list them
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, StorageError): sound = False
     if sound: return True
     raise ValueError(f'{model} is damaged, or not the model of this config: move it away to have it made')
 
@@ -503,8 +525,8 @@ def run_sft(
         return model
     torch.set_num_threads(cfg.data.cpu_threads)
     try:
-        with quietly(), RunDirectory.open(cfg) as run:
-            if not is_made(model, cfg): make_model(cfg, run) # made, by the one that held the lock until now?
+        with quietly(), RunDirectory.open(cfg) as run, StopSignals(grace_s=1.) as stop, stop.nothing_to_save():
+            if not is_made(model, cfg): make_model(cfg, run, stop) # made, by the one that held the lock until now?
     finally: torch.set_num_threads(threads)
     say(f'SFT_COMPLETE {model}')
     return model
@@ -513,22 +535,26 @@ def run_sft(
 def make_model(
     cfg:SFTConfig,
     run:RunDirectory, # held
+    stop:StopWish,    # heard wherever nothing else waits for us
 ) -> None:
     "Both stages, from where the run is, and the model folder."
     policy, decoder = new_policy(cfg)
     weights, first = all_weights(policy, decoder), cfg.pictures.updates
-    check_space(run.path, 2 * checkpoint_size(weights))
+    check_space(run.path / 'checkpoints', 2 * checkpoint_size(weights))
     run.pin(PROVENANCE, versions())
     done, moments = restore(run, weights)
     say(f'SFT_RESUME update={done} of={first + cfg.trajectories.updates}')
     if done < first:
-        stage = picture_stage(policy, decoder, cfg, done, moments)
-        with closing(Reporter(run, stage, 0, weights)) as report: minimise(stage, report)
+        with closing(stage_batches(cfg.pictures, cfg.data, done, stop)) as source:
+            stage = picture_stage(policy, decoder, cfg, source, done, moments)
+            with closing(Reporter(run, stage, 0, weights)) as report: minimise(stage, report)
     for p in tokenizer_parameters(policy.model).values(): p.requires_grad_(False)
     held = held_out(policy, cfg)
     quality, look = picture_quality(policy, decoder, held), lambda: measure(policy, held, cfg.run.seed)
-    stage = trajectory_stage(policy, cfg, max(0, done - first), moments)
-    with closing(Reporter(run, stage, first, weights, look)) as report: minimise(stage, report)
+    begun = max(0, done - first)
+    with closing(stage_batches(cfg.trajectories, cfg.data, begun, stop)) as source:
+        stage = trajectory_stage(policy, cfg, source, begun, moments)
+        with closing(Reporter(run, stage, first, weights, look)) as report: minimise(stage, report)
     policy.train(False)
     recipe = dict(config=cfg.as_dict() | dict(run=dict(seed=cfg.run.seed)), config_sha256=cfg.fingerprint(),
                   held_out=dict(psnr_db=quality) | look(), torch=torch.__version__,
@@ -536,6 +562,7 @@ def make_model(
     run.check()
     write_model_folder(run.path / 'model', policy, decoder, recipe)
 
+# %% ../nbs/27_sft.ipynb #picture-quality
 def picture_quality(
     policy:UniARPolicy,
     decoder:PixelDecoder,

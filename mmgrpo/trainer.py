@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FORK', 'Due', 'evaluation_due', 'plan', 'draws', 'collect', 'Batch', 'is_tied', 'draw_batch', 'rested', 'save',
-           'starting_checkpoint', 'restore', 'check_state', 'check_own', 'config_identity', 'schedule_at',
-           'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt', 'batch_figures', 'everyone',
-           'fit', 'finish', 'open_run', 'train', 'session', 'Beginning', 'begin', 'go_on']
+           'starting_checkpoint', 'restore', 'check_state', 'check_whole', 'check_own', 'config_identity',
+           'check_parent', 'schedule_at', 'check_budget', 'ensure_validation', 'found_report', 'measured', 'attempt',
+           'batch_figures', 'everyone', 'fit', 'finish', 'open_run', 'train', 'session', 'Beginning', 'begin', 'go_on']
 
 # %% ../nbs/25_trainer.ipynb #imports
 import contextlib, json, time
@@ -34,8 +34,8 @@ from .process import DistributedContext, Stopped, StopSignals, deterministic, ma
 from .record import RunDirectory, check_finished
 from .reward import RewardRunner, open_rewards
 from .settings import InputError, fingerprint_of
-from .setup import (Parts, batch_metrics, build, load_policy, on_terminal, open_cache, prepare_cache,
-    run_reference, score_batch, write_origin)
+from .setup import (Parts, batch_metrics, build, computed_with, load_policy, on_terminal, open_cache,
+    prepare_cache, run_reference, score_batch, write_origin)
 from .storage import check_space, finite_or_null, write_file
 
 # %% ../nbs/25_trainer.ipynb #plan
@@ -222,11 +222,19 @@ def check_state(
 ) -> None:
     "Refuse a state that is not whole."
     saved, path = checkpoint.state, checkpoint.path/STATE
-    needed = {'reference', 'scheduler', 'rng', 'config', *(f.name for f in fields(TrainState))}
-    if missing := sorted(needed - saved.keys()):
-        raise ValueError(f'{path} has no {", ".join(missing)}: it was saved by another version of mmgrpo')
+    check_whole(checkpoint)
     if not fork and parts.cfg.checkpoint.resume_mode == 'exact' and len(saved['rng']) != parts.context.world_size:
         raise ValueError(f'{path} has random states of {len(saved["rng"])} ranks, not of {parts.context.world_size}')
+
+
+def check_whole(
+    checkpoint:Checkpoint, # from anywhere
+) -> None:
+    "Refuse what does not hold all that a run goes on from."
+    needed = {'reference', 'scheduler', 'rng', 'config', *(f.name for f in fields(TrainState))}
+    missing = sorted(needed - checkpoint.state.keys()) + sorted({'policy', 'optimizer'} - checkpoint.tensors.keys())
+    if missing: raise ValueError(f'{checkpoint.path/STATE} has no {", ".join(missing)}: '
+                                 'it was saved by another command, or another version of mmgrpo')
 
 
 def check_own(
@@ -244,6 +252,22 @@ def config_identity(
 ) -> str: # 64 hex digits
     "What training depends on, however it is computed and measured."
     return fingerprint_of(cfg.as_dict(), cfg.unhashed | cfg.execution | {'evaluation'})
+
+# %% ../nbs/25_trainer.ipynb #check-parent
+def check_parent(
+    cfg:RLConfig, # may name a checkpoint of another run
+    policy:UniARPolicy, # with its first weights
+) -> None:
+    "Refuse a checkpoint that a new run cannot go on from, before there is a directory."
+    run_dir, asked = run_directory(cfg), cfg.checkpoint.resume_from
+    if not asked or any((run_dir/'checkpoints').glob('update-*')): return      # a run's own wins
+    path = starting_checkpoint(cfg, run_dir).path
+    inside = sorted(path.glob('update-*')) or sorted(path.glob('checkpoints/update-*'))
+    if inside: raise InputError(f'checkpoint.resume_from: {asked!r} is not a checkpoint; one of them is {inside[-1]}')
+    try:
+        check_whole(checkpoint := load_checkpoint(path))
+        policy.check_trainable(checkpoint.tensors['policy'])
+    except (FileNotFoundError, ValueError) as error: raise InputError(f'checkpoint.resume_from: {error}') from error
 
 # %% ../nbs/25_trainer.ipynb #schedule-at
 def schedule_at(
@@ -278,10 +302,11 @@ def ensure_validation(
         verifier=parts.verifier.descriptor()['fingerprint'], settings=cfg.evaluation.model_dump(mode='json'),
         puzzles={split: len(rows) for split, rows in parts.valid.items()})
     name = report_name(successful)
-    report = context.main_call('validation', lambda: found_report(journal.run, name, identity))
+    means = computed_with(parts)
+    report = context.main_call('validation', lambda: found_report(journal.run, name, identity, means))
     if report is None:
         splits = {split: measured(parts, rows, split) for split, rows in parts.valid.items()}
-        report = dict(identity=identity, splits=splits)
+        report = dict(identity=identity, computed_with=means, splits=splits)
         context.main_call('validation', lambda: journal.run.write_sealed(name, report))
     journal.evaluated(report)
     return report
@@ -291,12 +316,16 @@ def found_report(
     run:RunDirectory, # opened
     name:str, # of a report, there or not
     identity:Mapping, # what it must be of
-) -> dict|None:
-    "A report of these weights, or None; a report of others is not overwritten."
+    means:str, # from `computed_with`, now
+) -> dict|None: # None: it is to be made
+    "A report of these weights, or None; a report of others is not overwritten, unless a change was declared since."
     if not (path := run.path/name).exists(): return None
     report = run.read_sealed(name, 'move it away to measure again')
     if report['identity'] == identity: return report
-    raise RuntimeError(f'{path} is the report of another policy or setting: move it away')
+    if report.get('computed_with', means) == means:
+        raise RuntimeError(f'{path} is the report of another policy or setting: move it away')
+    say(f'RL_REPORT_STALE {name}: made before a declared change')
+    return None
 
 # %% ../nbs/25_trainer.ipynb #measured
 def measured(
@@ -428,12 +457,11 @@ def train(
 ) -> Path: # the run's directory
     "Start a run, or go on with it: its directory tells which."
     cfg.validate()
-    model_folder(cfg.model.path)
     if stop_after_updates is not None and stop_after_updates < 1:
         raise InputError(f'stop_after_updates: {stop_after_updates} is not legal; an integer of at least 1')
     context, run_dir = make_context(cfg), run_directory(cfg)
     with quietly(), deterministic(cfg):
-        finished = context.main_call('start', lambda: check_finished(run_dir, cfg)) # before a model is loaded
+        finished = context.main_call('start', lambda: check_finished(run_dir, cfg)) # it needs no model any more
         if not finished: finished = session(cfg, context, stop_after_updates)
     context.close() # after an error it is left to the launcher, who ends the others too
     if finished: say(f'RL_ALREADY_COMPLETE {run_dir}')
@@ -446,11 +474,11 @@ def session(
     stop_after_updates:int|None, # as in `train`
 ) -> bool: # True: the run was finished by somebody else meanwhile
     "One process's share of a run; nothing is written before the model and the config's cache are known to be good."
-    policy = load_policy(cfg, context.accelerator.device)
+    model_folder(cfg.model.path)
+    policy, where = load_policy(cfg, context.accelerator.device), run_directory(cfg)/'checkpoints'
     cache = open_cache(cfg, policy, cfg.data.cache_root) if cfg.data.cache_root else None
-    context.main_call('space', lambda: check_space(run_directory(cfg), 2 * checkpoint_size(policy.trainable())))
-    if cfg.checkpoint.resume_from and not run_directory(cfg).exists(): # refused before there is a directory
-        load_checkpoint(starting_checkpoint(cfg, run_directory(cfg)).path)
+    context.main_call('space', lambda: check_space(where, 2 * checkpoint_size(policy.trainable())))
+    context.main_call('parent', lambda: check_parent(cfg, policy))
     with open_rewards(cfg.reward) as rewards, open_run(cfg, context) as (run, complete):
         if complete: return True
         where = context.main_call('prepare', lambda: None if cache else prepare_cache(cfg, policy=policy))

@@ -216,6 +216,22 @@ def test_a_signal_ends_with_its_code_and_one_line(sent, code, line):
     assert (process.returncode, err) == (code, f'mmgrpo_train: {line}\n') and time.monotonic() - began < 10
 
 
+@pytest.mark.skipif(os.name != 'posix', reason='sends a signal')
+@pytest.mark.parametrize('sent, code, line', [('SIGINT', 130, 'interrupted'), ('SIGTERM', 143, 'stopped by SIGTERM')])
+@pytest.mark.parametrize('where', ['class Gone:\n    def __del__(self): os.kill(os.getpid(), signal.{}); list(range(999))\n  Gone()',
+                                   'os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.{}))\n  os.waitpid(os.fork() or os._exit(0), 0)'],
+                         ids=['__del__', 'at fork'])
+def test_a_signal_that_python_drops_is_heard_a_second_later(where, sent, code, line):
+    "What is raised in a callback of the interpreter is printed and forgotten; the command must not train to its end."
+    body = f'import os, signal, time\n  {where.format(sent)}\n  time.sleep(60)'
+    began = time.monotonic()
+    process = start('mmgrpo_train', '--config', QUICKSTART, patch=trainer(body),
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    _, err = process.communicate(timeout=100)
+    assert 'Exception ignored in' in err, 'the first is dropped'
+    assert (process.returncode, err.splitlines()[-1]) == (code, f'mmgrpo_train: {line}') and time.monotonic() - began < 30
+
+
 # --- the ways to start it
 
 def test_the_module_is_a_command_as_well():

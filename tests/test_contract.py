@@ -24,6 +24,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ import torch
 from faults import PAUSE, checkpoints, files
 from tiny import made, train  # noqa: F401
 
-from mmgrpo import setup
+from mmgrpo import setup, trainer
 from mmgrpo.checkpoint import prune_checkpoints, save_checkpoint
 from mmgrpo.config import SFTConfig, make_config
 from mmgrpo.data import query_indices_for_update, query_schedule_fingerprint
@@ -92,6 +94,36 @@ def test_an_end_that_is_not_whole(made, tmp_path, name, data, match):
     assert files(run) == before
 
 
+def test_a_finished_run_needs_no_model_any_more(made, tmp_path):
+    "It was moved, or its disk was taken off: the run is complete all the same."
+    run = made.copy('done', tmp_path)
+    before = files(run)
+    assert train(made.config(run, dict(model=dict(path=str(tmp_path/'gone'))))) == [f'RL_ALREADY_COMPLETE {run}']
+    assert files(run) == before
+    with pytest.raises(FileNotFoundError, match='model.path: .*gone'): train(made.config(tmp_path/'new', dict(model=dict(path=str(tmp_path/'gone')))))
+
+
+@pytest.mark.parametrize('shell, code, line', [
+    ('exec "$@" > /dev/full', 1, 'mmgrpo_train: error: StorageError: cannot write to standard output: No space left on device'),
+    ('exec "$@" >&-', 0, ''), ('exec "$@" > /dev/full 2>&-', 1, ''), ('"$@" | true; exit ${PIPESTATUS[0]}', 1, 'cannot write to standard output: Broken pipe')])
+def test_a_terminal_that_takes_no_lines(made, tmp_path, shell, code, line):
+    "A full disk behind stdout has a name; a stdout that was closed is not missed."
+    (tmp_path/'config.json').write_text(json.dumps(made.config(made.done).as_dict()))
+    done = subprocess.run(['bash', '-c', f'sleep 1; {shell}' if 'true' in shell else shell, 'bash', sys.executable, '-m', 'mmgrpo.cli', '--config', str(tmp_path/'config.json')],
+                          stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, bool(line)) and line in done.stderr, done.stderr
+
+
+def test_room_is_looked_for_where_checkpoints_lie(made, tmp_path, monkeypatch):
+    "Also where checkpoints/ is a link to another disk."
+    run, asked = made.copy('paused', tmp_path), []
+    (run/'checkpoints').rename(tmp_path/'disk')
+    (run/'checkpoints').symlink_to(tmp_path/'disk')
+    monkeypatch.setattr(trainer, 'check_space', lambda path, needed: asked.append(path.resolve()))
+    train(made.config(run), stop_after_updates=1)
+    assert asked == [tmp_path/'disk']
+
+
 # --- where a run goes on
 
 @pytest.fixture(scope='module')
@@ -128,6 +160,27 @@ def test_a_fork_ends_with_a_summary_of_its_own(made, fork, tmp_path):
 def test_a_parent_that_is_not_there(made, tmp_path):
     with pytest.raises(ERRORS, match='resume_from.*nowhere'): train(made.config(tmp_path/'run', dict(checkpoint=dict(resume_from=str(tmp_path/'nowhere')))))
     assert not (tmp_path/'run').exists()
+
+
+@pytest.mark.parametrize('kind, match', [
+    ('run', "resume_from: '.*' is not a checkpoint; one of them is .*/checkpoints/update-000004-attempt-000004"),
+    ('checkpoints', "resume_from: '.*' is not a checkpoint; one of them is .*/checkpoints/update-000004-attempt-000004"),
+    ('empty', 'resume_from: .*empty is not complete: it has no MANIFEST'), ('damaged', r'resume_from: .*state\.json holds 0 bytes'),
+    ('sft', r'resume_from: .*state\.json has no .*reference.*policy: it was saved by another command'),
+    ('rank', 'resume_from: checkpoint: tensors are not those trained here')])
+def test_a_parent_that_does_not_fit(made, tmp_path, kind, match):
+    "The field is named, and nothing is claimed: also where an earlier start left an empty run."
+    parent, place = made.copy('done', tmp_path/'parent'), tmp_path/'place'/'run'
+    asked = dict(run=parent, checkpoints=parent/'checkpoints', empty=tmp_path/'empty').get(kind, checkpoints(parent)[-1])
+    (tmp_path/'empty').mkdir()
+    if kind == 'damaged': (asked/'state.json').write_bytes(b'')
+    if kind == 'sft': asked = save_checkpoint(tmp_path/'sft', dict(weights=dict(w=torch.zeros(2))), dict(attempted=4, successful=4))
+    sections = dict(checkpoint=dict(resume_from=str(asked)), model=dict(lora_rank=4) if kind == 'rank' else {}, trainer=dict(max_updates=6))
+    with pytest.raises(InputError, match=f'^checkpoint.{match}'): train(made.config(place, sections))
+    assert not place.parent.exists()
+    place.mkdir(parents=True)
+    with pytest.raises(InputError, match=f'^checkpoint.{match}'): train(made.config(place, sections))
+    assert not list(place.iterdir())
 
 
 def restated(run, change) -> Path:
@@ -256,6 +309,31 @@ def test_a_report_of_other_weights(made, tmp_path):
     report.unlink()
     train(made.config(run))
     assert (run/'summary.json').exists()
+
+
+def test_a_report_from_before_a_declared_change(made, tmp_path):
+    "The run went back to an older checkpoint and computes with other means since: its weights at that update are others, for a reason that it wrote down."
+    run, name = tmp_path/'run', 'validation_step_000002.json'
+    train(made.config(run), stop_after_updates=3)
+    for last in checkpoints(run)[1:]: (last/'state.json').write_bytes(b'')
+    before = parse_json((run/name).read_bytes(), name)
+    changed = dict(checkpoint=dict(resume_mode='execution_change', damaged='fall_back', every_updates=1), trainer=dict(micro_batch_rollouts=1))
+    lines = train(made.config(run, changed), stop_after_updates=3)
+    assert f'RL_REPORT_STALE {name}: made before a declared change' in lines
+    after = parse_json((run/name).read_bytes(), name)
+    assert after['identity']['policy'] != before['identity']['policy'] and after['computed_with'] != before['computed_with']
+    lines = train(made.config(run, dict(trainer=changed['trainer'])))      # nothing is declared any more, nothing is stale
+    assert not any('RL_REPORT_STALE' in line for line in lines) and parse_json((run/name).read_bytes(), name) == after
+    assert (run/'summary.json').exists()
+
+
+def test_a_report_from_before_a_fall_back_without_a_change(made, tmp_path):
+    "The same means come to the same weights: the report is theirs, and is not made again."
+    run, name = made.copy('paused', tmp_path), 'validation_step_000002.json'
+    for last in checkpoints(run)[-2:]: (last/'state.json').write_bytes(b'')
+    stamp = (run/name).stat().st_mtime_ns
+    train(made.config(run, dict(checkpoint=dict(damaged='fall_back', every_updates=1))))
+    assert (run/name).stat().st_mtime_ns == stamp and (run/'summary.json').exists()
 
 
 # --- afterwards

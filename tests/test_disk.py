@@ -225,6 +225,6 @@ def test_a_disk_without_room_for_two_checkpoints(trials, straight, disk):
     "The run does not begin, with a line that says how much is missing; with more room it does."
     place = disk(STEP)
     life = trials.live(place/'run', straight.sections)
-    assert life.code == 1 and len(life.err.splitlines()) == 1 and f'{place}/run has' in life.err and not life.draws, life.err
+    assert life.code == 1 and len(life.err.splitlines()) == 1 and f'{place}/run/checkpoints has' in life.err and not life.draws, life.err
     resized(place, 64 << 20)
     goes_on(trials, straight, place/'run', 'full disk')

@@ -219,7 +219,7 @@ def test_one_process_replays_what_two_did(root):
     done = subprocess.run([*command, '--config', root/'two.yaml'], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = replay(run_directory(cfg), 3, tolerance=1e-3)
-    assert found.agrees and 'world_size was 2, is 1' in found.notes
+    assert found.agrees and 'computed with other means: world_size was 2, is 1' in found.notes
     assert [figure.equal for figure in found.updates[3]][0], 'verdicts'
     artifact = json.loads((artifact_path(run_directory(cfg), 3)/'rollouts.json').read_bytes())
     assert [len(group['rollouts']) for group in artifact] == [4, 4]
@@ -375,7 +375,7 @@ def test_a_killed_run_leaves_the_artifacts_of_an_uninterrupted_one(run, root, mo
 def test_only_the_latest_are_kept(root):
     run = trained(configured(root, run__name='few', logging__keep_artifacts=2))
     assert kept_attempts(run) == [4, 5]
-    with pytest.raises(InputError, match=r'no artifact of update 2 \(the latest 2 are kept\); updates that can be replayed: 5'): replay(run, 2)
+    with pytest.raises(InputError, match=r'no artifact of update 2 \(older ones were removed, see logging.keep_artifacts\); updates that can be replayed: 5'): replay(run, 2)
     with pytest.raises(InputError, match='artifacts of updates 3 are missing between the checkpoint of update 2 and update 4'): replay(run, 4)
     assert replay(run, 5).agrees
 
@@ -383,7 +383,12 @@ def test_only_the_latest_are_kept(root):
 def test_a_run_without_artifacts_says_why(root):
     run = trained(configured(root, run__name='none', logging__keep_artifacts=0, trainer__max_updates=1))
     assert not (run/FOLDER).exists()
-    with pytest.raises(InputError, match='keeps no artifacts: logging.keep_artifacts is 0'): replay(run, 1)
+    with pytest.raises(InputError, match='keeps no artifacts: logging.keep_artifacts was 0'): replay(run, 1)
+    later = trained(configured(root, run__name='later'), stop_after_updates=2)     # kept at first, and then not any more: config.json tells of 50
+    trained(configured(root, run__name='later', logging__keep_artifacts=0))
+    with pytest.raises(InputError, match='keeps no artifacts: logging.keep_artifacts was 0'): replay(later, 1)
+    for part in (later/FOLDER, later/'train_log.jsonl'): shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+    with pytest.raises(InputError, match='keeps no artifacts: no update was done yet'): replay(later, 1)
 
 
 @pytest.mark.parametrize('update', [0, 6])
@@ -395,7 +400,37 @@ def test_a_checkpoint_that_was_pruned_makes_the_chain_longer(copy):
     shutil.rmtree(saved_attempts(copy)[2])
     assert list(replay(copy, 4).updates) == [1, 2, 3, 4]
     shutil.rmtree(saved_attempts(copy)[0])
-    with pytest.raises(InputError, match='has no checkpoint before update 4; updates that can be replayed: 5'): replay(copy, 4)
+    with pytest.raises(InputError, match='has no sound checkpoint before update 4; updates that can be replayed: 5'): replay(copy, 4)
+
+
+def test_a_damaged_checkpoint_is_passed_over(copy):
+    "As a run does that falls back: the one before is taken, and what could not be compared is told."
+    (saved_attempts(copy)[4]/'state.json').write_bytes(b'')
+    found = replay(copy, 5)
+    assert found.agrees and list(found.updates) == [3, 4, 5] and found.start.startswith('update-000002')
+    (note,) = found.notes
+    assert note.startswith('update-000004-attempt-000004 was not compared: ') and note in str(found)
+    for n in (0, 2): (saved_attempts(copy)[n]/'state.json').write_bytes(b'')
+    with pytest.raises(InputError, match='has no sound checkpoint before update 5; updates that can be replayed: none'): replay(copy, 5)
+
+
+def test_a_declared_change_in_between_is_told(root):
+    "Updates before it were computed otherwise, so a last bit may differ for a reason that the record knows."
+    cfg = configured(root, run__name='changed')
+    trained(cfg, stop_after_updates=2)
+    trained(configured(root, run__name='changed', trainer__micro_batch_rollouts=1, checkpoint__resume_mode='execution_change'))
+    found = replay(run_directory(cfg), 4)
+    assert found.agrees and found.notes == ('the run declared a change, see execution_changes.jsonl: updates before it were computed with other means',)
+
+
+def test_a_run_behind_a_link_is_replayed_with_the_cache_beside_the_link(root, run, tmp_path):
+    "The target's neighbourhood is somebody else's, and its disk may be full or read-only."
+    (tmp_path/'far').mkdir()
+    far = Path(shutil.copytree(run, tmp_path/'far'/'moved'))
+    (root/'linked').symlink_to(far)
+    assert replay(root/'linked', 1).agrees
+    assert [p.name for p in far.parent.iterdir()] == ['moved'] and list(root.glob('cache-*'))
+    (root/'linked').unlink()
 
 
 def test_damage_is_named_and_not_replayed(copy):

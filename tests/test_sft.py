@@ -18,12 +18,12 @@ SHIPPED = ROOT / 'mmgrpo' / 'assets' / 'tiny'
 SHORT = ['pictures.updates=12', 'pictures.log_every=1', 'trajectories.updates=6', 'trajectories.batch_puzzles=16',
          'trajectories.log_every=3', 'trajectories.warmup_updates=1', 'data.n_valid=16', 'data.workers=0']
 
-def begun(folder:Path, *overrides:str) -> subprocess.Popen:
-    "The real command with the shipped recipe, cut short."
+def begun(folder:Path, *overrides:str, patch:str='', **how) -> subprocess.Popen:
+    "The real command with the shipped recipe, cut short; `patch` is code that runs before it."
     sets = [word for o in [f'run.output={folder}', *SHORT, *overrides] for word in ('--set', o)]
-    command = [sys.executable, '-c', 'import sys; from mmgrpo.cli import sft_main; sys.exit(sft_main())']
+    command = [sys.executable, '-c', f'{patch}\nimport sys; from mmgrpo.cli import sft_main; sys.exit(sft_main())']
     return subprocess.Popen(command + ['--config', str(ROOT / 'configs' / 'quickstart_sft.yaml'), *sets], cwd=folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)})
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}, **how)
 
 def sft(folder:Path, *overrides:str) -> subprocess.CompletedProcess:
     "Run it to its end."
@@ -78,11 +78,56 @@ def test_a_killed_warm_start_goes_on_to_the_same_bytes(made, tmp_path):
     killed(process, log, 4)
     assert not psutil.wait_procs(workers, timeout=10)[1], 'a worker was left behind'
     ended = killed(begun(tmp_path), log, 13, signal.SIGTERM)[1].splitlines()
-    assert ended == ['mmgrpo_sft: stopped by SIGTERM'] and not (run / 'model').exists()
+    assert ended == ['mmgrpo_sft: stopped by SIGTERM; the same command goes on'] and not (run / 'model').exists()
     last = sft(tmp_path)
     assert last.returncode == 0 and 'SFT_RESUME update=1' in last.stdout, last.stderr
     assert weights_digest(run / 'model') == weights_digest(made / 'model')
     assert lines_of(run) == lines_of(made)
+
+HELD = """
+import os, signal, threading, multiprocessing.queues as queues
+class At:
+    n = 0
+    def __init__(self, condition): self.condition = condition
+    def __enter__(self):
+        found, At.n = self.condition.__enter__(), At.n + 1
+        if At.n == 6 and threading.current_thread() is threading.main_thread(): os.kill(os.getpid(), signal.SIGTERM)
+        return found
+    def __exit__(self, *error): return self.condition.__exit__(*error)
+    def __getattr__(self, name): return getattr(self.condition, name)
+whole = queues.Queue._reset
+def reset(self, after_fork=False):
+    whole(self, after_fork)
+    if not after_fork: self._notempty = At(self._notempty)
+queues.Queue._reset = reset
+"""
+
+def test_a_signal_while_a_worker_is_told_something_ends_it_too(tmp_path):
+    "Between a lock of the worker's queue and the block that would give it back: who is interrupted there waits for it for ever."
+    process = begun(tmp_path, 'data.workers=1', patch=HELD)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (143, 'mmgrpo_sft: stopped by SIGTERM; the same command goes on\n')
+
+def test_a_signal_to_the_whole_group_is_told_in_one_line(tmp_path):
+    "As `timeout` and a closed terminal send it: the worker hears it too, and leaves the answer to its parent."
+    log = tmp_path / 'quickstart-sft' / 'train_log.jsonl'
+    process = begun(tmp_path, 'data.workers=2', start_new_session=True)
+    while not log.exists() or len(log.read_bytes().splitlines()) < 2: time.sleep(.01)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert workers and (process.returncode, err) == (143, 'mmgrpo_sft: stopped by SIGTERM; the same command goes on\n')
+    assert not psutil.wait_procs(workers, timeout=10)[1], 'a worker was left behind'
+
+def test_a_finished_model_proves_each_of_its_files(made, tmp_path):
+    "A tokenizer that is gone or changed is no finished model."
+    for name in ('config.json', 'tokenizer.json', 'pixel_decoder.json', 'model.safetensors'):
+        for harm in (Path.unlink, lambda path: path.write_bytes(path.read_bytes().replace(b':', b': ', 1))):
+            copy = tmp_path / name / harm.__name__ / 'quickstart-sft'
+            shutil.copytree(made, copy)
+            harm(copy / 'model' / name)
+            done = sft(copy.parent)
+            assert (done.returncode, done.stdout) == (2, '') and 'model is damaged, or not the model of this config' in done.stderr, name
 
 def test_a_finished_run_is_left_alone(made):
     before = {p: p.stat().st_mtime_ns for p in made.rglob('*')}

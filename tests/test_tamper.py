@@ -1,6 +1,7 @@
 """Files of a run, an adapter or a cache that somebody changed: each is refused by its name, or what it holds is exactly what was written.
 
 `MMGRPO_TORTURE=1` is the nightly size."""
+import errno
 import os
 import random
 import shutil
@@ -18,7 +19,8 @@ from tiny import made, train  # noqa: F401
 from mmgrpo.checkpoint import find_checkpoint, latest_checkpoint, load_checkpoint
 from mmgrpo.data import PackedTrajectoryCache
 from mmgrpo.record import COMPLETE, RunDirectory, check_finished, rewind_log
-from mmgrpo.storage import append_line, json_bytes, parse_json, publish_folder, read_folder, read_lines, write_file
+from mmgrpo.settings import InputError
+from mmgrpo.storage import StorageError, append_line, json_bytes, parse_json, publish_folder, read_folder, read_lines, write_file
 
 REFUSALS = (ValueError, RuntimeError, FileNotFoundError)      # what the command turns into one line
 pytestmark = pytest.mark.goal('R4')
@@ -295,6 +297,30 @@ def test_a_damaged_checkpoint_is_passed_over_where_that_is_asked_for(ledger, mad
             ledger.fault('tampered checkpoints')
         path.write_bytes(data)
     assert find_checkpoint(run, 'fall_back').path == last
+
+
+@pytest.mark.parametrize('code', ['EIO', 'EBADMSG', 'EUCLEAN', 'EACCES'])
+@pytest.mark.parametrize('name', ['state.json', 'policy.safetensors', 'MANIFEST'])
+def test_a_bad_sector_in_a_checkpoint(ledger, made, tmp_path, monkeypatch, name, code):
+    "What the disk has lost is damage, and the one before is taken where that is asked for; what may not be read is not lost. Pruning leaves it."
+    run, whole = made.copy('paused', tmp_path), Path.read_bytes
+    lost = checkpoints(run)[-1]/name
+
+    def read(path):
+        if path == lost: raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(path))
+        return whole(path)
+    monkeypatch.setattr(Path, 'read_bytes', read)
+    falls = made.config(run, dict(checkpoint=dict(damaged='fall_back', every_updates=9)))
+    with pytest.raises(StorageError if code == 'EACCES' else InputError, match=f'cannot read {lost}'): train(made.config(run))
+    if code == 'EACCES':
+        with pytest.raises(StorageError, match=f'cannot read {lost}'): train(falls)
+        monkeypatch.undo()
+        return ledger.fault('a file that may not be read')
+    lines = train(falls)
+    assert lines[0].startswith(f'RL_CHECKPOINT_SKIPPED {lost.parent.name}: cannot read {lost}: ') and 'checkpoint=update-000002' in lines[1]
+    assert (run/'adapter'/'adapter_model.safetensors').read_bytes() == (made.done/'adapter'/'adapter_model.safetensors').read_bytes()
+    assert lost.exists(), 'evidence, not rubbish'
+    ledger.fault('a bad sector')
 
 
 def test_nothing_sound_is_left_to_fall_back_to(ledger, made, places, tmp_path):
