@@ -351,8 +351,8 @@ class Trials:
         assert life.code == 0, life.err
         return life
 
-    def cold(self, run, sections=(), after=None, started=True) -> int:
-        "A new interpreter, as from a shell, perhaps killed some seconds after it began to train (or was started); its exit code."
+    def cold(self, run, sections=(), after=None, started=True, number=signal.SIGKILL) -> int:
+        "A new interpreter, as from a shell, perhaps sent a signal some seconds after it began to train (or was started); its exit code."
         job = self.job(run, sections)
         words = [sys.executable, '-c', 'import sys; from mmgrpo.cli import train_main; sys.exit(train_main())', *job['words']]
         environment = os.environ | {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
@@ -361,9 +361,9 @@ class Trials:
             while after is not None and started and process.poll() is None and 'RL_RESUME' not in Path(job['out']).read_text(): time.sleep(.02)
             try: return process.wait(timeout=HANG_S if after is None else after)
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.send_signal(number if after is not None else signal.SIGKILL)
                 assert after is not None, f'{words} hung'
-                return process.wait()
+                return ends_soon(process)
 
     def judge(self, *args, **kwargs): self.ledger.judge(*args, **kwargs)
 
@@ -375,6 +375,14 @@ class Straight(NamedTuple):
     found:dict      # its outcome
     sections:dict   # of its config
     curves:dict
+
+
+def ends_soon(process, patience_s=45.) -> int:
+    "The exit code of a process that was asked to end: soon, or it is killed and the test fails."
+    try: return process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f'it went on for more than {patience_s} s') from None
 
 
 def undisturbed(trials, run, updates, sections=()) -> Straight:

@@ -39,6 +39,18 @@ def test_a_cold_process_is_killed(trials, long, tmp_path, number):
     assert curves(run) == long.curves
 
 
+@pytest.mark.goal('R9')
+@pytest.mark.parametrize('number', range(size(2, 60)))
+def test_a_cold_process_is_sent_a_signal(trials, long, tmp_path, number):
+    "From the first instant of its interpreter on, also while it loads libraries and a model: it ends soon, and the run goes on like any other."
+    chance, run, sent, started = random.Random(number), tmp_path/'run', (signal.SIGTERM, signal.SIGINT)[number % 2], number % 4 > 1
+    code = trials.cold(run, long.sections, chance.uniform(0, long.life.seconds if started else 12), started, sent)
+    assert code in (0, 128 + sent, -sent), code
+    assert trials.cold(run, long.sections) == 0
+    trials.judge(f'{sent.name} to a cold process', run, outcome(run), long.found, code != 0)
+    assert curves(run) == long.curves
+
+
 @pytest.mark.goal('R1')
 @pytest.mark.skipif(not TORTURE, reason='nightly')
 def test_kill_9_before_each_change_of_a_file(trials, straight, tmp_path):

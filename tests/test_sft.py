@@ -1,9 +1,11 @@
 """The warm start as a command, in its one-minute form, and the model that ships."""
-import json, os, shutil, signal, subprocess, sys, time
+import json, os, random, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
 import psutil
 import pytest
+from faults import ends_soon
+from ledger import size
 from safetensors import SafetensorError
 
 import mmgrpo.sft as sft_room
@@ -137,15 +139,41 @@ def test_a_finished_run_is_left_alone(made):
     assert other.returncode == 2 and 'choose another run.name' in other.stderr and len(other.stderr.strip().splitlines()) == 1
     assert before == {p: p.stat().st_mtime_ns for p in made.rglob('*')}
 
+TINY = ['model.hidden_size=64', 'model.n_layers=1', 'model.n_heads=2', 'model.n_kv_heads=1', 'model.intermediate_size=96', 'model.tower_size=32',
+        'model.tower_layers=2', 'model.bsq_dim=8', 'model.decoder_size=24', 'model.decoder_layers=1', 'pictures.updates=2', 'pictures.batch_puzzles=2',
+        'trajectories.updates=2', 'trajectories.batch_puzzles=2', 'trajectories.log_every=1', 'pictures.log_every=1', 'data.n_valid=2', 'data.workers=0']
+
 @pytest.fixture
 def short(tmp_path, monkeypatch):
     "A warm start of seconds in this process: its config, and a run that nobody disturbed."
     monkeypatch.setattr(sft_room, 'say', lambda line: None)
-    sizes = ['model.hidden_size=64', 'model.n_layers=1', 'model.n_heads=2', 'model.n_kv_heads=1', 'model.intermediate_size=96', 'model.tower_size=32',
-             'model.tower_layers=2', 'model.bsq_dim=8', 'model.decoder_size=24', 'model.decoder_layers=1', 'pictures.updates=2', 'pictures.batch_puzzles=2',
-             'trajectories.updates=2', 'trajectories.batch_puzzles=2', 'trajectories.log_every=1', 'pictures.log_every=1', 'data.n_valid=2', 'data.workers=0']
-    def config(name): return load_sft_config(ROOT / 'configs' / 'quickstart_sft.yaml', [f'run.output={tmp_path}', f'run.name={name}', *sizes])
+    def config(name): return load_sft_config(ROOT / 'configs' / 'quickstart_sft.yaml', [f'run.output={tmp_path}', f'run.name={name}', *TINY])
     return config, run_sft(config('whole'))
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory) -> Path:
+    "A warm start of seconds as a command, which nobody disturbed."
+    folder = tmp_path_factory.mktemp('straight')
+    done = sft(folder, *TINY)
+    assert done.returncode == 0, done.stderr
+    return folder / 'quickstart-sft'
+
+@pytest.mark.goal('R9')
+@pytest.mark.parametrize('number', range(size(2, 40)))
+def test_a_warm_start_is_sent_a_signal(ledger, straight, tmp_path, number):
+    "From its first instant on, with a worker; half of the signals come when it trains. It ends soon and by itself, and goes on to the same bytes."
+    chance, run, sent = random.Random(number), tmp_path / 'quickstart-sft', (signal.SIGTERM, signal.SIGINT)[number % 2]
+    sizes, log = [*TINY, 'data.workers=1'], run / 'train_log.jsonl'
+    process = begun(tmp_path, *sizes)
+    while number % 4 > 1 and process.poll() is None and not log.exists(): time.sleep(.01)
+    time.sleep(chance.uniform(0, 2 if number % 4 > 1 else 12))
+    process.send_signal(sent)
+    assert ends_soon(process) in (0, 128 + sent, -sent)
+    process.communicate()
+    done = sft(tmp_path, *sizes)
+    assert done.returncode == 0, done.stderr
+    ledger.processes += 2
+    ledger.judge(f'{sent.name} to a warm start', run, *(dict(weights=weights_digest(made / 'model'), lines=lines_of(made)) for made in (run, straight)))
 
 def fails_at(monkeypatch, name, call, error):
     "Let one call of a function of the room fail before it does anything."
