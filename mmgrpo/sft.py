@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -392,10 +392,11 @@ def weights_digest(folder:Path) -> str: # 64 hex digits
     return sha256(b''.join(read_file(file, 1 << 40) for file in files))
 
 def file_digests(
-    folder:Path, # a model folder
-) -> dict[str, str]: # SHA-256 by name, of all that the recipe is not
+    folder:Path,         # a model folder
+    names:Iterable[str], # of files in it
+) -> dict[str, str]: # SHA-256 by name
     "What a recipe says of the files beside it."
-    return {file.name: sha256(read_file(file, 1 << 40)) for file in sorted(folder.iterdir()) if file.name != RECIPE}
+    return {name: sha256(read_file(folder / name, 1 << 40)) for name in sorted(names)}
 
 def current_umask() -> int:
     "What the process takes away from file modes."
@@ -414,7 +415,7 @@ def write_model_folder(
     with filling(folder) as temp:
         try: fill_model_folder(temp, policy, decoder)
         except (OSError, SafetensorError) as error: raise StorageError(f'cannot write {folder}: {error}') from error
-        proof = dict(weights_sha256=weights_digest(temp), files=file_digests(temp))
+        proof = dict(weights_sha256=weights_digest(temp), files=file_digests(temp, os.listdir(temp)))
         write_file(temp / RECIPE, json_bytes(recipe | proof, indent=1))
         return publish_directory(temp, folder)
 
@@ -510,8 +511,9 @@ def is_made(
     try:
         recipe, weights = parse_json(read_file(model / RECIPE), model / RECIPE), weights_digest(model)
         sound = (recipe['weights_sha256'], recipe['config_sha256']) == (weights, cfg.fingerprint())
-        sound &= recipe.get('files', {}).items() <= file_digests(model).items() # a first version did not list them
-    except (OSError, AttributeError, LookupError, TypeError, ValueError, StorageError): sound = False
+        listed = recipe.get('files', {}) # a first version lists none
+        sound &= file_digests(model, listed) == listed
+    except (OSError, LookupError, TypeError, ValueError, StorageError): sound = False
     if sound: return True
     raise ValueError(f'{model} is damaged, or not the model of this config: move it away to have it made')
 

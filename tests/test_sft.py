@@ -12,7 +12,7 @@ import mmgrpo.sft as sft_room
 from mmgrpo.config import load_sft_config
 from mmgrpo.record import RunDirectory, RunLock
 from mmgrpo.settings import InputError
-from mmgrpo.sft import run_sft, weights_digest
+from mmgrpo.sft import is_made, run_sft, weights_digest
 from mmgrpo.storage import StorageError
 
 ROOT = Path(__file__).parents[1]
@@ -122,14 +122,18 @@ def test_a_signal_to_the_whole_group_is_told_in_one_line(tmp_path):
     assert not psutil.wait_procs(workers, timeout=10)[1], 'a worker was left behind'
 
 def test_a_finished_model_proves_each_of_its_files(made, tmp_path):
-    "A tokenizer that is gone or changed is no finished model."
+    "A tokenizer that is gone or changed is no finished model; what somebody put beside it is none of our business."
+    cfg = load_sft_config(ROOT / 'configs' / 'quickstart_sft.yaml', [f'run.output={made.parent}', *SHORT])
+    copy = Path(shutil.copytree(made, tmp_path / 'run'))
+    (copy / 'model' / 'notes').mkdir()
+    assert is_made(copy / 'model', cfg)
     for name in ('config.json', 'tokenizer.json', 'pixel_decoder.json', 'model.safetensors'):
-        for harm in (Path.unlink, lambda path: path.write_bytes(path.read_bytes().replace(b':', b': ', 1))):
-            copy = tmp_path / name / harm.__name__ / 'quickstart-sft'
-            shutil.copytree(made, copy)
-            harm(copy / 'model' / name)
-            done = sft(copy.parent)
-            assert (done.returncode, done.stdout) == (2, '') and 'model is damaged, or not the model of this config' in done.stderr, name
+        path, whole = copy / 'model' / name, (made / 'model' / name).read_bytes()
+        for harm in (path.unlink, lambda: path.write_bytes(whole.replace(b':', b': ', 1))):
+            harm()
+            with pytest.raises(ValueError, match='model is damaged, or not the model of this config'): is_made(copy / 'model', cfg)
+            path.write_bytes(whole)
+    assert is_made(copy / 'model', cfg)
 
 def test_a_finished_run_is_left_alone(made):
     before = {p: p.stat().st_mtime_ns for p in made.rglob('*')}
