@@ -126,7 +126,7 @@ def test_a_finished_run_is_left_alone(straight):
 
 
 @pytest.mark.parametrize('change, words', [
-    ('model.path=nowhere', 'model.path'), ('rollout.group_size=1', 'rollout.group_size: 1'), ('optimizer.lr=2e-3', 'optimizer.lr'),
+    ('run.name=new model.path=nowhere', 'model.path'), ('rollout.group_size=1', 'rollout.group_size: 1'), ('optimizer.lr=2e-3', 'optimizer.lr'),
     ('run.name=new data.cache_root=nowhere', 'nowhere'), ('run.name=new data.puzzle_seed=9 data.cache_root=CACHE', 'seed 1, not 9'),
     ('run.name=new checkpoint.resume_from=runs', 'MANIFEST')])
 def test_bad_input_is_one_line_and_touches_nothing(straight, change, words):
